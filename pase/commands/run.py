@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,13 +22,15 @@ from pase.commands.options import (
 )
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from pase.frontends.jax.frontend import TracedJax
     from pase.plan.gradient_check import GradientCheck
     from pase.plan.types import PlanData
     from pase.zoo import ZooModel
 
-__all__ = ["run"]
+__all__ = ["Runnable", "run"]
 
 PURPOSE = "Run and hand over"
 USES_DEVICES = True
@@ -38,6 +41,94 @@ TOLERANCE = 1e-4
 float32 sums in another order differ by about 1e-7 times the square root of their length. A wrong layout makes
 differences that are larger by orders of magnitude.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runnable:
+    """A loss function, and ``init(seed)``: its (params, *batch) as arrays."""
+
+    name: str
+    loss_fn: Callable[..., Tree]
+    init: Callable[[int], tuple[Tree, ...]]
+    shapes: tuple[Tree, ...]
+    made_up: bool = False
+    """Whether the values are random although the model is the user's, who gave shapes alone."""
+
+    @classmethod
+    def of_zoo(cls, name: str, model: ZooModel) -> Runnable:
+        return cls(name=name, loss_fn=model.loss_fn, init=model.init, shapes=(model.params, *model.inputs))
+
+    def trace(self) -> TracedJax:
+        from pase.frontends.jax.frontend import trace
+
+        return trace(self.loss_fn, *self.shapes, name=self.name)
+
+
+def runnable(model: str, *, reduced: bool, layers: int | None = None) -> Runnable:
+    """The model of this name: a zoo model, or the JAX program that package.module:function returns.
+
+    reduced: a zoo model in its reduced size, with ``layers`` layers if they are given and the model has such a setting.
+    """
+    from pase import zoo
+    from pase.errors import PaseError
+
+    if not model.startswith("zoo:"):
+        return _own(model, reduced)
+    name = model.removeprefix("zoo:")
+    found = zoo.get(name)
+    if found.task != "train":
+        raise PaseError(
+            "pase run can run training steps only, and this is a plan for inference",
+            where=f"model '{model}'",
+            fix="use plan.jax.prefill, plan.jax.decode or plan.jax.apply (docs/how-to/inference.md)",
+        )
+    if reduced:
+        found = zoo.reduced(name.partition("?")[0])
+        if layers is not None and "layers" in found.settings:
+            found = zoo.reduced(name.partition("?")[0], layers=layers)
+    return Runnable.of_zoo(model, found)
+
+
+def _own(model: str, reduced: bool) -> Runnable:
+    from pase.compiler.resolve import own_program
+    from pase.errors import PaseError
+    from pase.frontends import registry
+    from pase.frontends.jax.arguments import filled
+
+    if reduced:
+        raise PaseError(
+            "pase knows a reduced size of zoo models only",
+            where=f"model '{model}'",
+            fix="write a function that makes your model smaller, with the same names of layers (two layers, a few "
+            "examples), and name it: pase run LAYOUT --model package.module:function --devices 8",
+        )
+    if ":" not in model or model.startswith("hf:"):
+        _refuse(model)
+    loss_fn, *given = own_program(model)
+    frontend = registry.frontend_of(loss_fn)
+    if frontend is None or not frontend.programs:
+        _refuse(model)
+    import jax
+
+    only_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given))
+    return Runnable(
+        name=model,
+        loss_fn=loss_fn,
+        init=lambda seed: filled(given, seed),
+        shapes=tuple(given),
+        made_up=only_shapes,
+    )
+
+
+def _refuse(model: str) -> None:
+    from pase.errors import PaseError
+
+    raise PaseError(
+        "pase run runs JAX programs: zoo models, and functions that return (loss_fn, params, *batch)",
+        where=f"model '{model}'",
+        fix="if the plan was compiled in Python, name such a function by --model package.module:function; of a PyTorch "
+        "module, run plan.torch.check(module, *batch) on the ranks of torchrun (docs/how-to/check.md)",
+    )
 
 
 def run(
@@ -54,6 +145,14 @@ def run(
     reduced: Annotated[
         bool, typer.Option("--reduced", help="Use the reduced size of the zoo model, split in the same way.")
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="package.module:function of a smaller model whose layers have the same names, which is split in the "
+            "same way; or of the model itself, if it was compiled in Python.",
+        ),
+    ] = None,
     seed: Annotated[
         int, typer.Option("--seed", help="Random seed of the parameters and the batch.", min=0)
     ] = 0,
@@ -62,7 +161,8 @@ def run(
 ) -> None:
     """Run one training step of a layout here, and check it.
 
-    On a machine without accelerators, the devices are JAX host devices. The model must be a zoo model.
+    On a machine without accelerators, the devices are JAX host devices. The model is a zoo model, or your own function
+    that returns (loss_fn, params, *batch); arrays are used as they are, and shapes get random values.
 
     The command compares the loss, every gradient and every updated parameter with those of the unsharded step. It also
     compares the bytes that the compiled program sends with the predicted bytes, except for a pipelined plan, which
@@ -73,8 +173,9 @@ def run(
     steps do not agree.
 
     \b
-    Example:
+    Examples:
       pase run layout.json --reduced --devices 8
+      pase run layout.json --model mypackage.train:two_layers --devices 8
     """
     from pase.api import load
     from pase.errors import Infeasible
@@ -85,16 +186,19 @@ def run(
     _host_devices(devices)
     with progress() as say:
         say("tracing")
-        small = _placed(plan, devices, reduced)
-        _check_memory(small["plan"], reduced)
-        result = step_against_unsharded(small["plan"], small["model"], seed, say)
-        found = gradient_check(small["plan"], small["model"], seed, say)
+        chunks = plan.pipeline.chunks if plan.pipeline is not None else None
+        small = runnable(model or plan.model, reduced=reduced, layers=chunks and 2 * chunks)
+        placed, dropped = _placed(plan, small, devices)
+        _check_memory(placed, reduced, plan.model)
+        result = step_against_unsharded(placed, small, seed, say)
+        found = gradient_check(placed, small, seed, say)
     result |= {
         "check": found.as_json(),
-        "model": plan.model,
+        "model": small.name,
         "reduced": reduced,
+        "random_values": small.made_up,
         "devices": devices,
-        "dropped_splits": small["dropped"],
+        "dropped_splits": dropped,
         "remarks": [r.to_json() for r in plan.noted],
     }
     if json:
@@ -122,48 +226,26 @@ def _host_devices(devices: int) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
-    """The plan for the model and the available devices."""
-    from pase import zoo
+def _placed(plan: PlanData, small: Runnable, devices: int) -> tuple[PlanData, tuple[str, ...]]:
+    """(the plan for this model and the available devices, the ops that it could not split as the layout does)."""
     from pase.compiler.meshes.baselines import complete
     from pase.compiler.meshes.plans import plan_of
     from pase.compiler.problem.problem import SplitProblem
     from pase.compiler.problem.variants import Variant, recomputed
-    from pase.compiler.resolve import attached, resolve
+    from pase.compiler.resolve import attached
     from pase.compiler.stages.transfer import staged_elsewhere
     from pase.errors import PaseError
     from pase.frontends.jax.blocks import batch_size
-    from pase.frontends.jax.frontend import trace
     from pase.plan.transfer import shrunk_mesh, transferred
 
-    if not plan.model.startswith("zoo:"):
-        raise PaseError(
-            "pase run can generate parameters and a batch for zoo models only",
-            where=f"model '{plan.model}'",
-            fix="run the plan in your own program with plan.jax.train_step",
-        )
-    name = plan.model.removeprefix("zoo:")
-    model = zoo.reduced(name.partition("?")[0]) if reduced else zoo.get(name)
-    if (
-        reduced and plan.pipeline is not None and "layers" in model.settings
-    ):  # two layers for each stage of a rank
-        model = zoo.reduced(name.partition("?")[0], layers=2 * plan.pipeline.chunks)
-    if zoo.get(name).task != "train":
-        raise PaseError(
-            "pase run can run training steps only, and this is a plan for inference",
-            where=f"model '{plan.model}'",
-            fix="use plan.jax.prefill, plan.jax.decode or plan.jax.apply (docs/how-to/inference.md)",
-        )
-    if not reduced and devices == plan.devices:
-        return {
-            "plan": attached(plan, resolve(plan.model)),
-            "model": model,
-            "dropped": [],
-        }
-    traced = trace(model.loss_fn, model.params, model.batch, name=plan.model)
+    traced = small.trace()
+    if devices == plan.devices:
+        try:
+            return attached(plan, traced), ()
+        except PaseError:  # the model has another size
+            pass
     if plan.pipeline is not None:
-        staged, lost = staged_elsewhere(plan, traced, devices)
-        return {"plan": staged, "model": model, "dropped": list(lost)}
+        return staged_elsewhere(plan, traced, devices)
     problem = SplitProblem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
     if plan.accumulate > 1 or plan.remat:
         how = {b.recompute for b in plan.remat}
@@ -173,14 +255,10 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
     mesh = shrunk_mesh(plan.mesh, devices)
     pinned, dropped = transferred(plan, problem.graph, mesh)
     configs = complete(problem, pinned, mesh)
-    return {
-        "plan": plan_of(problem, configs, mesh, plan.model, traced),
-        "model": model,
-        "dropped": list(dropped),
-    }
+    return plan_of(problem, configs, mesh, plan.model, traced), tuple(dropped)
 
 
-def _check_memory(plan: PlanData, reduced: bool) -> None:
+def _check_memory(plan: PlanData, reduced: bool, model: str) -> None:
     """Raise Infeasible if the step, or the unsharded step, needs more memory than there is here."""
     import jax
 
@@ -191,6 +269,11 @@ def _check_memory(plan: PlanData, reduced: bool) -> None:
 
     device, host = jax.devices()[0], jax.default_backend() == "cpu"
     share, _ = memory_of_device(device, plan.devices)
+    smaller = "run fewer layers with " + (
+        "--reduced"
+        if model.startswith("zoo:")
+        else "--model package.module:function, which makes a smaller model"
+    )
     alone = unsharded_bytes(plan.traced) if plan.traced is not None else 0.0
     for what, needed, there in (
         (
@@ -204,12 +287,12 @@ def _check_memory(plan: PlanData, reduced: bool) -> None:
             raise Infeasible(
                 f"{what}, and there are {bytes_text(there)}",
                 where="this machine",
-                fix="run fewer layers with --reduced" if not reduced else "use a machine with more memory",
+                fix=smaller if not reduced else "use a machine with more memory",
             )
 
 
 def step_against_unsharded(
-    plan: PlanData, model: ZooModel, seed: int, say: Callable[[str], None] = lambda _: None
+    plan: PlanData, model: Runnable, seed: int, say: Callable[[str], None] = lambda _: None
 ) -> JsonObject:
     """Run one Adam step with and without sharding.
 
@@ -221,13 +304,13 @@ def step_against_unsharded(
 
     from pase.backends.audit.xla import compare, sharded_step, unsharded_step
 
-    params, batch = model.init(seed)
+    params, *batch = model.init(seed)
     optimizer = optax.adam(1e-3)
     say("the unsharded step")
-    whole = unsharded_step(model.loss_fn, optimizer, params, batch)
+    whole = unsharded_step(model.loss_fn, optimizer, params, *batch)
     say(f"compiling for {plan.devices} devices, and the sharded step")
     began = time.perf_counter()
-    split = sharded_step(plan, optimizer, params, batch)
+    split = sharded_step(plan, optimizer, params, *batch)
     seconds = time.perf_counter() - began
     off = whole.differences(split)
     # Adam divides by the size of the gradient. If a gradient is only rounding noise, so is its sign, and the updates
@@ -261,13 +344,16 @@ def step_against_unsharded(
 
 
 def gradient_check(
-    plan: PlanData, model: ZooModel, seed: int, say: Callable[[str], None] = lambda _: None
+    plan: PlanData, model: Runnable, seed: int, say: Callable[[str], None] = lambda _: None
 ) -> GradientCheck:
-    """``plan.jax.check`` of the zoo model's step."""
-    from pase.backends.jax.make import jax_plan
+    """``plan.jax.check`` of the model's step."""
+    from pase.backends.jax.make import jax_plan, modules_of
+    from pase.backends.jax.modules import of_modules
+    from pase.backends.jax.pipeline.modules import staged_of_modules
     from pase.backends.jax.pipeline.replicas import in_stages
 
-    in_jax = jax_plan(plan) if plan.pipeline is None else in_stages(plan)
+    staged = plan.pipeline is not None
+    in_jax = staged_of_modules(in_stages(plan), modules_of(plan)) if staged else of_modules(jax_plan(plan))
     return in_jax.check(*model.init(seed), seed=seed, progress=say)
 
 
@@ -281,9 +367,11 @@ def _print(r: JsonObject) -> None:
     size = "reduced size, " if r["reduced"] else ""
     mesh = mesh_text(Mesh(names=tuple(r["mesh"]), sizes=tuple(r["mesh"].values())))
     out.print(f"{r['model']} · {size}{r['devices']} devices here · mesh {mesh}")
+    if r["random_values"]:
+        out.print("where the model gives shapes, values are random; integers are 0 or 1")
     if r["dropped_splits"]:
         out.print(
-            f"not split here, because the reduced size does not divide: {', '.join(r['dropped_splits'])}",
+            f"not split here, because this size does not divide: {', '.join(r['dropped_splits'])}",
         )
     d = r["difference"]
     out.print(

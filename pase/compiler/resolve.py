@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pase.plan.types import PlanData
     from pase.zoo import ZooModel
 
-__all__ = ["attached", "resolve", "traced_model"]
+__all__ = ["attached", "own_program", "resolve", "traced_model"]
 
 AnyPlan = TypeVar("AnyPlan", bound="PlanData")
 
@@ -88,6 +88,15 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
         if Path(model).suffix and ":" not in model and not os.path.exists(model):
             raise PaseError("there is no such file", where=model, fix="check the path")
         return registry.trace(model, unknown=unknown, dims=dims, **purpose)
+    target, *args = own_program(model)
+    return registry.trace(target, *args, name=model, unknown=unknown, dims=dims, **purpose)
+
+
+def own_program(model: str) -> tuple[Any, ...]:
+    """Call the user's function package.module:function. Returns what it returned: (what a frontend reads, *arguments).
+
+    Raises PaseError if the name is none of such a function, or the function returns something else.
+    """
     module, _, attribute = model.partition(":")
     if module.endswith(".py") and attribute:
         named = ".".join(Path(module).with_suffix("").parts)
@@ -132,4 +141,4 @@ def resolve(model: str, unknown: Unknown = "error", dims: DimSizes | None = None
             fix="let it return (loss_fn, params, *batch), (module, *batch) or (module, *batch, loss) of PyTorch, or "
             "another framework's own model",
         )
-    return registry.trace(target, *args, name=model, unknown=unknown, dims=dims, **purpose)
+    return target, *args

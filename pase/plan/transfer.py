@@ -43,12 +43,12 @@ def transferred(plan: PlanData, graph: Graph, mesh: Mesh) -> tuple[dict[str, np.
     smaller size is not divisible.
 
     A few nodes may have no counterpart: for example, a model that computes in its parameters' own dtype has no casts.
-    The search has to fill these in. Raises PaseError if more than a third of the nodes have no counterpart, because the
-    graph is then not that of the plan's model.
+    The search has to fill these in. Raises PaseError if more than a third of the graph's nodes have no counterpart,
+    because it is then not that of the plan's model. The plan may have many more: a smaller model has fewer layers.
     """
     known = {n.name: n for n in plan.nodes}
     shared = [n for n in graph.nodes if n.name in known and known[n.name].op == n.kind]
-    if 3 * len(shared) < 2 * max(len(graph.nodes), len(plan.nodes)):
+    if 3 * len(shared) < 2 * len(graph.nodes):
         raise PaseError(
             f"the graph is not that of the plan for '{plan.model}': "
             f"{len(shared)} of its {len(graph.nodes)} nodes are among the plan's {len(plan.nodes)}",

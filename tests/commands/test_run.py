@@ -29,3 +29,70 @@ def test_a_step_that_this_machine_cannot_hold_is_refused_before_it_runs(tmp_path
     pase.compile("zoo:mlp?batch=16777216", devices=64).save(layout)
     code, _, said = run("run", layout)
     assert code == 1 and "--reduced" in said and "this machine" in said
+
+
+OWN = """
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Net(nnx.Module):
+    def __init__(self, width, layers, rngs):
+        self.table = nnx.Embed(16, width, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(layers)])
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = nnx.gelu(layer(x))
+        return self.dropout(x)
+
+
+def loss(model, tokens, wanted):
+    return jnp.mean((model(tokens) - wanted) ** 2)
+
+
+def of_size(width, layers, batch):
+    model = nnx.eval_shape(lambda: Net(width, layers, nnx.Rngs(0)))
+    return loss, model, jax.ShapeDtypeStruct((batch,), int), jax.ShapeDtypeStruct((batch, width), float)
+
+
+def full():
+    return of_size(1024, 6, 64)
+
+
+def small():
+    return of_size(32, 2, 16)
+"""
+
+
+def test_a_users_own_model_runs_in_the_smaller_size_that_is_named(tmp_path, monkeypatch):
+    """An NNX module given as shapes: random streams, tokens and weights get values, fewer layers keep the splits."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_net.py").write_text(OWN)
+    run("compile", "own_net:full", "--devices", 8, "-o", "layout.json")
+    code, _, said = run("run", "layout.json", "--reduced", "--devices", 8)
+    assert code == 2 and "--model" in said
+    result = reported("run", "layout.json", "--model", "own_net:small", "--devices", 8)
+    assert result["agrees"] and result["random_values"] and result["model"] == "own_net:small"
+    assert result["check"]["verdict"] != "off"
+
+
+def test_a_plan_of_what_is_no_jax_program_says_how_to_check_it(tmp_path):
+    layout = tmp_path / "layout.json"
+    run("compile", str(_onnx_file(tmp_path)), "--devices", 2, "-o", layout)
+    code, _, said = run("run", layout)
+    assert code == 2 and "loss_fn" in said and "--model" in said
+
+
+def _onnx_file(folder):
+    import onnx
+    from onnx import TensorProto, helper
+
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [8, 8], [0.0] * 64)
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [4, 8]) for n in ("x", "y"))
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
+    onnx.save(helper.make_model(graph), folder / "model.onnx")
+    return folder / "model.onnx"

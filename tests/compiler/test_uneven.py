@@ -3,7 +3,6 @@
 import itertools
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 import pase
 from pase import machine
 from pase.backends.audit.xla import unsharded_step
-from pase.commands.run import step_against_unsharded
+from pase.commands.run import Runnable, step_against_unsharded
 from pase.compiler.problem.variants import Variant, graph_of
 from pase.errors import Infeasible, PaseError
 from pase.frontends.blocks import as_padded
@@ -177,7 +176,8 @@ def test_pase_run_compares_a_padded_step_with_the_unsharded_one():
         fn, params, tuple(batch), devices=8, machine=slow(), memory_limit="none", uneven="padded"
     )
     assert plan.padding
-    model = SimpleNamespace(loss_fn=fn, init=lambda seed: (params, tuple(batch)))
+    values = (params, tuple(batch))
+    model = Runnable(name="padded", loss_fn=fn, init=lambda seed: values, shapes=values)
     result = step_against_unsharded(plan, model, seed=0)
     assert result["agrees"], result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from jax import Device as JaxDevice
     from jax import ShapeDtypeStruct
     from jax.sharding import Sharding
+    from numpy.random import Generator
 
-__all__ = ["arguments", "fixed_devices", "fixed_layouts", "shape_of", "shardings"]
+__all__ = ["arguments", "filled", "fixed_devices", "fixed_layouts", "shape_of", "shardings"]
 
 
 def arguments(
@@ -175,3 +177,40 @@ def fixed_devices(given: Sequence[Sharding | None]) -> tuple[JaxDevice, ...] | N
         if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) and s.mesh.size > 1:
             return tuple(s.mesh.devices.flat)
     return None
+
+
+def filled(args: Sequence[Tree], seed: int) -> tuple[Tree, ...]:
+    """(params, *batch) with random arrays where they have shapes alone.
+
+    Matrices are normal by fan-in, vectors are near 1 (a scale, a bias or a variance may be any of them), and integers
+    are 0 or 1, because any table of the model has such a row.
+    """
+    import jax
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    params, *batch = args
+    return (
+        jax.tree.map(lambda x: _drawn(x, rng, weight=True), params),
+        *(jax.tree.map(lambda x: _drawn(x, rng, weight=False), b) for b in batch),
+    )
+
+
+def _drawn(leaf: Tree, rng: Generator, *, weight: bool) -> Tree:
+    import jax
+    import jax.numpy as jnp
+
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        key = jax.random.key(int(rng.integers(1 << 31)))
+        return jax.random.split(key, leaf.shape) if leaf.shape else key
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.asarray(rng.integers(0, 2, leaf.shape), dtype)
+    drawn = rng.standard_normal(leaf.shape)
+    if weight and len(leaf.shape) < 2:
+        drawn = 1 + 0.1 * drawn
+    elif weight:
+        drawn *= math.prod(leaf.shape[:-1]) ** -0.5
+    return jnp.asarray(drawn, dtype)
