@@ -16,10 +16,11 @@ __all__ = ["BreakEven", "compiled_copies", "is_compiled", "jit"]
 NumbaLoop = TypeVar("NumbaLoop", bound=Callable[..., object])
 
 
-def jit(*signature: str) -> Callable[[NumbaLoop], NumbaLoop]:
+def jit(*signature: str, inline: bool = False) -> Callable[[NumbaLoop], NumbaLoop]:
     """Decorator: numba's njit, cached on disk if a folder is writable.
 
     signature: the signature of the kernel, if it is called with only one. It is then compiled at once.
+    inline: whether the kernel is copied into the kernels that call it.
 
     >>> jit()(lambda x: x + 1)(1)
     2
@@ -27,13 +28,15 @@ def jit(*signature: str) -> Callable[[NumbaLoop], NumbaLoop]:
 
     import numba
 
+    how = {"nogil": True, "inline": "always" if inline else "never"}
+
     def compiled(kernel: NumbaLoop) -> NumbaLoop:
         try:
-            made: NumbaLoop = numba.njit(*signature, cache=True, nogil=True)(kernel)  # type: ignore
+            made: NumbaLoop = numba.njit(*signature, cache=True, **how)(kernel)  # type: ignore
         except (
             RuntimeError
         ):  # "cannot cache function": pase is installed read-only and there is no home directory
-            made = numba.njit(*signature, nogil=True)(kernel)  # type: ignore
+            made = numba.njit(*signature, **how)(kernel)  # type: ignore
         return _for_any_number(made)
 
     return compiled

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 
-import numba
 import numpy as np
+
+from pase.compiled import jit
 
 __all__ = ["bytes_within", "jackson", "priority", "seconds_of", "sequence"]
 
 
-@numba.njit(cache=True)
+@jit()
 def seconds_of(curves, row, nbytes):
     """Seconds for one message of this many bytes, from the curve in ``row`` of ``Curves``; 0 for an empty message."""
     if nbytes <= 0.0:
@@ -36,7 +37,7 @@ def seconds_of(curves, row, nbytes):
     return a["seconds"] + rise / (b["nbytes"] - a["nbytes"])
 
 
-@numba.njit(cache=True)
+@jit()
 def bytes_within(curves, row, seconds):
     """Bytes of the largest message that takes at most this long, from the curve in ``row``; 0 if there is none."""
     curve, corners = curves.rows[row], curves.corners
@@ -55,7 +56,7 @@ def bytes_within(curves, row, seconds):
     return a["nbytes"] + rise / (b["seconds"] - a["seconds"])
 
 
-@numba.njit(cache=True)
+@jit()
 def sequence(release, seconds, tail, link, links, compute):
     """The makespan if each link sends its messages strictly in the given order."""
     free = np.zeros(links)
@@ -68,7 +69,7 @@ def sequence(release, seconds, tail, link, links, compute):
     return worst
 
 
-@numba.njit(cache=True)
+@jit()
 def priority_on_link(release, seconds, size, credit, mine, start):
     """Simulate one link and fill ``start`` (float64 [M]) for its messages.
 
@@ -107,7 +108,7 @@ def priority_on_link(release, seconds, size, credit, mine, start):
         flying -= size[m]
 
 
-@numba.njit(cache=True)
+@jit()
 def priority(release, seconds, tail, link, links, size, credit, compute):
     """Returns (makespan, start of each message) if each link takes the first ready message in the plan's order."""
     start = np.zeros(release.size)
@@ -120,7 +121,7 @@ def priority(release, seconds, tail, link, links, size, credit, compute):
     return worst, start
 
 
-@numba.njit(cache=True)
+@jit()
 def jackson(ready, seconds, tail, order):
     """The least max(end + tail) on one machine with free preemption. order: the jobs sorted by readiness."""
     left = seconds.copy()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from pase.compiled import jit
 from pase.schedule.kernels_chain import bytes_within, seconds_of
 
 __all__ = ["greedy"]
@@ -64,7 +64,7 @@ class Sendable(NamedTuple):
     before: float
 
 
-@numba.njit(cache=True)
+@jit()
 def make_front(inst, work):
     n = inst.order.size
     front = Front(np.zeros(n + 1), np.full(n + 1, np.inf), np.full(n + 1, np.inf))
@@ -75,7 +75,7 @@ def make_front(inst, work):
     return front
 
 
-@numba.njit(cache=True)
+@jit()
 def startups(inst):
     """Seconds of the shortest message of each link."""
     out = np.full(inst.links, np.inf)
@@ -86,7 +86,7 @@ def startups(inst):
     return out
 
 
-@numba.njit(cache=True)
+@jit()
 def next_place(skip, t):
     """The first place at or after t that has bytes left, found with path halving."""
     while skip[t] != t:
@@ -95,13 +95,13 @@ def next_place(skip, t):
     return t
 
 
-@numba.njit(cache=True)
+@jit()
 def shortest_piece(inst, aim, row, left):
     """Bytes of the shortest message that is worth sending, at most ``left``."""
     return min(left, max(1.0, bytes_within(inst.curves, row, aim.least)))
 
 
-@numba.njit(cache=True)
+@jit()
 def find_head(inst, aim, waiting, k, now, begin, before, limit):
     """Find the first tensor, from place ``begin`` on, that link k can send now. before: the work passed over so far.
     limit: the latest end that leaves time for this work."""
@@ -119,7 +119,7 @@ def find_head(inst, aim, waiting, k, now, begin, before, limit):
     return Sendable(-1, limit, before)
 
 
-@numba.njit(cache=True)
+@jit()
 def bytes_to_take(inst, aim, row, left, room, size):
     """Bytes of a tensor that join a message; 0 for none.
 
@@ -136,7 +136,7 @@ def bytes_to_take(inst, aim, row, left, room, size):
     return take
 
 
-@numba.njit(cache=True)
+@jit()
 def fill(inst, aim, waiting, k, now, found, piece_at, piece_bytes):
     """Make the largest message of link k that starts now with what was found. Returns (tensors finished, bytes).
 
@@ -171,7 +171,7 @@ def fill(inst, aim, waiting, k, now, found, piece_at, piece_bytes):
     return finished, size
 
 
-@numba.njit(cache=True)
+@jit()
 def first_free(free, alive):
     """The link that becomes free first; -1 if no link is alive."""
     k = -1
@@ -181,7 +181,7 @@ def first_free(free, alive):
     return k
 
 
-@numba.njit(cache=True)
+@jit()
 def greedy(inst, target, reserve, least, from_s):
     """Returns (message, place, bytes) per piece and (link) per message. The arguments are those of
     `greedy.construct`."""

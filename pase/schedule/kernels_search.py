@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from pase.compiled import jit
 from pase.schedule.kernels_chain import seconds_of
 
 __all__ = ["cost_of", "move", "search", "start"]
@@ -49,7 +49,7 @@ class State(NamedTuple):
     n: np.ndarray
 
 
-@numba.njit(cache=True)
+@jit()
 def start(msg, at, nbytes, link):
     """The state of a plan. The messages get ids in the order of sending."""
     atoms, messages = msg.size, link.size
@@ -70,7 +70,7 @@ def start(msg, at, nbytes, link):
     return s
 
 
-@numba.njit(cache=True)
+@jit()
 def copy(source, target):
     """Copy the parts of ``source`` that are in use to ``target``."""
     target.n[:] = source.n
@@ -82,7 +82,7 @@ def copy(source, target):
         target.messages[x]["link"] = source.messages[x]["link"]
 
 
-@numba.njit(cache=True)
+@jit()
 def cost_of(inst, s, free):
     """Returns (makespan, busy time of the links, place of the critical message or -1).
 
@@ -117,7 +117,7 @@ def cost_of(inst, s, free):
     return worst, busy, where
 
 
-@numba.njit(cache=True)
+@jit()
 def span_of(s, x):
     """The (first place, last place) of a message's atoms in the line."""
     lo, hi = np.int64(1 << 60), np.int64(-1)
@@ -127,7 +127,7 @@ def span_of(s, x):
     return lo, hi
 
 
-@numba.njit(cache=True)
+@jit()
 def group_of(inst, s, x):
     """The group of a message's tensors; -1 if it has no tensors."""
     for a in range(s.n[ATOMS]):
@@ -136,7 +136,7 @@ def group_of(inst, s, x):
     return -1
 
 
-@numba.njit(cache=True)
+@jit()
 def draw_atom(s, x):
     """A random atom, which is of the message if one of eight tries finds one."""
     a = np.random.randint(s.n[ATOMS])
@@ -147,12 +147,12 @@ def draw_atom(s, x):
     return a
 
 
-@numba.njit(cache=True)
+@jit()
 def draw_side():
     return 1 if np.random.random() < 0.5 else -1
 
 
-@numba.njit(cache=True)
+@jit()
 def remove_message(s, i):
     """Remove the message at place i from the order. Its id becomes free."""
     s.spare[s.n[SPARE]] = s.seq[i]
@@ -162,7 +162,7 @@ def remove_message(s, i):
         s.seq[u] = s.seq[u + 1]
 
 
-@numba.njit(cache=True)
+@jit()
 def insert_message(s, j, x):
     for u in range(s.n[MESSAGES], j, -1):
         s.seq[u] = s.seq[u - 1]
@@ -170,12 +170,12 @@ def insert_message(s, j, x):
     s.n[MESSAGES] += 1
 
 
-@numba.njit(cache=True)
+@jit()
 def has_id(s):
     return s.n[SPARE] > 0 or s.n[IDS] < s.seq.size
 
 
-@numba.njit(cache=True)
+@jit()
 def new_id(s, like, links):
     """An id for a new message, on the link of message ``like`` or on a random one."""
     if s.n[SPARE] > 0:
@@ -188,7 +188,7 @@ def new_id(s, like, links):
     return y
 
 
-@numba.njit(cache=True)
+@jit()
 def reorder(s, i):
     """Move the message at place i some places earlier or later."""
     if s.n[MESSAGES] < 2:
@@ -204,7 +204,7 @@ def reorder(s, i):
     return j != i
 
 
-@numba.njit(cache=True)
+@jit()
 def merge(inst, s, i):
     """Merge the message at place i into its neighbour in the order."""
     if s.n[MESSAGES] < 2:
@@ -222,7 +222,7 @@ def merge(inst, s, i):
     return True
 
 
-@numba.njit(cache=True)
+@jit()
 def split(inst, s, i):
     """Split the message at place i in two, at a place of the line."""
     x = s.seq[i]
@@ -242,7 +242,7 @@ def split(inst, s, i):
     return True
 
 
-@numba.njit(cache=True)
+@jit()
 def give(inst, s, i, front):
     """Move the first (or last) few atoms of the message at place i to another message near it."""
     j = i + (1 + int(np.random.exponential(1.0))) * draw_side()
@@ -263,7 +263,7 @@ def give(inst, s, i, front):
     return True
 
 
-@numba.njit(cache=True)
+@jit()
 def shift_bytes(s, i):
     """Shift bytes between two atoms of one tensor that are in different messages."""
     a = draw_atom(s, s.seq[i])
@@ -280,7 +280,7 @@ def shift_bytes(s, i):
     return False
 
 
-@numba.njit(cache=True)
+@jit()
 def cut_atom(inst, s, i):
     """Cut an atom in two, and move one part to a message near place i or to a new message."""
     if s.n[ATOMS] == s.atoms.size:
@@ -306,7 +306,7 @@ def cut_atom(inst, s, i):
     return True
 
 
-@numba.njit(cache=True)
+@jit()
 def relink(inst, s, i):
     """Send the message at place i on another link."""
     x = s.seq[i]
@@ -315,7 +315,7 @@ def relink(inst, s, i):
     return s.messages[x]["link"] != before
 
 
-@numba.njit(cache=True)
+@jit()
 def move(inst, s, kind, i):
     """Try a move on the message at place i. Returns whether the state changed."""
     if kind == REORDER:
@@ -333,7 +333,7 @@ def move(inst, s, kind, i):
     return relink(inst, s, i)
 
 
-@numba.njit(cache=True)
+@jit()
 def aim(s, critical):
     """A place to try, most often that of the critical message or of a message shortly before it."""
     if critical >= 0 and np.random.random() < 0.7:
@@ -341,7 +341,7 @@ def aim(s, critical):
     return np.random.randint(s.n[MESSAGES])
 
 
-@numba.njit(cache=True)
+@jit()
 def pieces_of(s):
     """Returns (msg, at, nbytes) per atom and (link) per message. Messages are numbered by their place in the order."""
     atoms, messages = s.n[ATOMS], s.n[MESSAGES]
@@ -351,7 +351,7 @@ def pieces_of(s):
     return place[used["msg"]], used["at"].copy(), used["nbytes"].copy(), s.messages["link"][s.seq[:messages]]
 
 
-@numba.njit(cache=True)
+@jit()
 def search(inst, pieces, evaluations, bound, seed, warmth):
     """Simulated annealing from the given pieces. Returns (makespan, pieces) of the best state.
 

@@ -55,6 +55,22 @@ def test_a_kernel_is_compiled_once_for_all_numbers() -> None:
     assert caller(1) == 5 and len(added.signatures) == 1
 
 
+def test_kernels_compile_without_a_folder_to_cache_them_in() -> None:
+    """pase may be installed where its user cannot write, and the user may have no home directory."""
+    files = [*sorted((ROOT / "pase").rglob("*kernels_*.py")), ROOT / "pase/replay/simulation/_kernels.py"]
+    modules = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files]
+    code = f"""
+import importlib
+from numba.core import caching
+caching.CompileResultCacheImpl._locator_classes = []
+for module in {modules}:
+    importlib.import_module(module)
+from pase.schedule.kernels_chain import sequence
+assert sequence.stats.cache_path is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_a_kernel_in_the_cache_counts_until_its_source_changes(tmp_path: Path) -> None:
     """numba compiles again what was changed after it was cached. So this is no kernel that only has to be loaded."""
     source = tmp_path / "kernel_of_a_test.py"

@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from pase.compiled import jit
 
 __all__ = ["simulate"]
 
 
-@njit(cache=True)
+@jit()
 def _less(priority, ready, by_ready, a, b):
     """Whether task a is before task b in a queue: by ready time, or by (priority, ready time); then by number."""
     if not by_ready and priority[a] != priority[b]:
@@ -27,7 +28,7 @@ def _less(priority, ready, by_ready, a, b):
     return a < b
 
 
-@njit(cache=True)
+@jit()
 def _push(heap, base, size, task, priority, ready, by_ready):
     i = size
     heap[base + i] = task
@@ -39,7 +40,7 @@ def _push(heap, base, size, task, priority, ready, by_ready):
         i = up
 
 
-@njit(cache=True)
+@jit()
 def _pop(heap, base, size, priority, ready, by_ready):
     """Removes and returns the first task of a queue that has ``size`` tasks."""
     top = heap[base]
@@ -59,7 +60,7 @@ def _pop(heap, base, size, priority, ready, by_ready):
     return top
 
 
-@njit(cache=True)
+@jit()
 def _heap_push(times, who, size, time, device):
     i = size
     times[i] = time
@@ -73,7 +74,7 @@ def _heap_push(times, who, size, time, device):
         i = up
 
 
-@njit(cache=True)
+@jit()
 def _heap_pop(times, who, size):
     last = size - 1
     times[0], who[0] = times[last], who[last]
@@ -148,7 +149,7 @@ _TURNS, _DONE = 0, 1  # indices of ``counts``
 
 
 # Inlined, because numba counts a reference for each array of a tuple that is passed to a call.
-@njit(cache=True, inline="always")
+@jit(inline=True)
 def _wait(s, i):
     """Queues task i, all of whose predecessors have finished, until its ready time."""
     d = s.device[i]
@@ -156,7 +157,7 @@ def _wait(s, i):
     s.waiting_size[d] += 1
 
 
-@njit(cache=True, inline="always")
+@jit(inline=True)
 def _promise(s, d):
     """Schedules the next start on device d, which has a queued task, unless an earlier start is scheduled."""
     when = s.free[d]
@@ -168,7 +169,7 @@ def _promise(s, d):
         s.counts[_TURNS] += 1
 
 
-@njit(cache=True, inline="always")
+@jit(inline=True)
 def _take(s, d, now):
     """Removes and returns the task that device d runs now."""
     b = s.base[d]
@@ -182,7 +183,7 @@ def _take(s, d, now):
     return i
 
 
-@njit(cache=True, inline="always")
+@jit(inline=True)
 def _begin(s, i, now):
     """Starts task i, and records the cause of its start time: the device's previous task, or the last dependency."""
     d = s.device[i]
@@ -196,7 +197,7 @@ def _begin(s, i, now):
     s.last[d] = i
 
 
-@njit(cache=True, inline="always")
+@jit(inline=True)
 def _end(s, i, now):
     """Puts the tasks whose end is now known into ``pending`` and returns their number.
 
@@ -226,7 +227,7 @@ def _end(s, i, now):
     return ended
 
 
-@njit(cache=True, inline="always")
+@jit(inline=True)
 def _hand_on(s, j):
     """Updates the ready times of the successors of task j, whose end is known."""
     for e in range(s.ptr[j], s.ptr[j + 1]):
@@ -242,7 +243,7 @@ def _hand_on(s, j):
                 _promise(s, s.device[t])
 
 
-@njit(cache=True)
+@jit()
 def _new(tasks):
     """Returns the initial state, in which no task has started."""
     device, gang_size, dst = tasks.device, tasks.gang_size, tasks.dst
@@ -292,7 +293,7 @@ def _new(tasks):
     )
 
 
-@njit(cache=True)
+@jit()
 def simulate(tasks):
     """Runs the simulation. Returns (start, finish, ready, cause, latest, order, done).
 
