@@ -13,12 +13,14 @@ from operator import or_
 from typing import TYPE_CHECKING, TypeAlias
 
 from pase.errors import PaseError
+from pase.frontends.torch.passed import passed_op
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import arguments
 from pase.pytree import Tree
 from pase.registry import Registry
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from pase.frontends.torch.values import TorchOperand
@@ -434,6 +436,65 @@ def _pdist(x: Tensor, p: float = 2.0) -> Tensor:
 
     i, j = torch.triu_indices(x.shape[0], x.shape[0], 1, device=x.device).unbind(0)
     return torch.linalg.vector_norm(x.index_select(0, i) - x.index_select(0, j), p, -1)
+
+
+@WRITTEN.register("linalg_vector_norm.default")
+def _norm(n: FxNode) -> Callable[..., Tree] | None:
+    """A norm by powers. PyTorch's decomposition of the others (maxima, counts, single numbers) has its derivatives."""
+    given = arguments(n.target, n.args, n.kwargs)
+    x = given["self"].meta["val"]
+    single = x.dim() and x.numel() == n.meta["val"].numel()
+    return None if single or given["ord"] in (0, math.inf, -math.inf) else _norm_by_powers
+
+
+def _norm_by_powers(
+    x: Tensor,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As in PyTorch, the derivative is zero where the norm is zero, and at elements that are zero if the power is less
+    than one. The derivatives of the powers and of the root are infinite there, and backward would give NaN."""
+    import torch
+
+    x = x.abs() if x.is_complex() or ord % 2 else x
+    kept = dtype or x.dtype
+    x = x.to(torch.float32 if kept.itemsize < 4 else kept)
+    if ord < 1:
+        zero = x == 0
+        powers = (x.masked_fill(zero, 1.0) ** ord).masked_fill(zero, 0.0 if ord > 0 else math.inf)
+    else:
+        powers = x**ord
+    total = powers.sum(dim if dim is None else list(dim), keepdim)
+    if ord < 0:
+        return (total ** (1 / ord)).to(kept)
+    zero = total == 0
+    return (total.masked_fill(zero, 1.0) ** (1 / ord)).masked_fill(zero, 0.0).to(kept)
+
+
+@_always("sinc.default")
+def _sinc(x: Tensor) -> Tensor:
+    """Zero is left out before the division: the derivative of 0 / 0 is NaN, also where another value is taken."""
+    zero = x == 0
+    angle = math.pi * x.masked_fill(zero, 1)
+    return (angle.sin() / angle).masked_fill(zero, 1.0)
+
+
+@_always("binary_cross_entropy.default")
+def _binary_cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    """PyTorch bounds the logarithms, and, in the derivative, what it divides by. The derivatives of bounded logarithms
+    of 0 are not numbers."""
+    zero, one = x.log().clamp(min=-100), (-x).log1p().clamp(min=-100)
+    slope, slope_of_target = (x - target) / (x * (1 - x)).clamp(min=1e-12), (1 - x).log() - x.log()
+    made = passed_op()(
+        (target - 1) * one - target * zero, slope.detach() * x + slope_of_target.detach() * target
+    )
+    made = made if weight is None else made * weight
+    return (made, made.mean(), made.sum())[reduction]
 
 
 @_always("diagonal.default")

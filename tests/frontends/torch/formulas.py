@@ -23,7 +23,21 @@ def formulas() -> dict[str, Any]:
     def positive(m: Any) -> Any:
         return m.w @ m.w.T + 16 * torch.eye(16, dtype=m.w.dtype)
 
+    def edges(m: Any, x: Any) -> Any:
+        """Rows of zeros: the derivatives of roots and logarithms are infinite there, those of PyTorch's ops are not."""
+        z = (m.w + x) * (x[:, :1] > 0)
+        norms = (
+            sum(z.norm(p, dim=-1).mean() for p in (0.5, 1.5, 2, 3, -1)) + z[0].norm() + z.new_zeros(()).norm()
+        )
+        distances = (
+            torch.cdist(z, z).mean() + torch.cdist(z, z, 3.0).mean() + F.pdist(z).mean() + torch.dist(z, z)
+        )
+        whole = linalg.matrix_norm(z - z) + F.normalize(z, dim=-1).square().mean() + torch.sinc(z).mean()
+        entropy = F.binary_cross_entropy(z.clamp(0, 1), (x > 0).to(z.dtype)) * 1e-12
+        return norms + distances + whole + entropy + F.cosine_similarity(z, x).mean()
+
     return {
+        "edges": edges,
         "GRUCell": lambda m, x: m.gru(x, m.gru(x, m.w)).square().mean(),
         "LSTMCell": lambda m, x: torch.stack(m.lstm(x)).square().mean(),
         "RNNCell": lambda m, x: m.rnn(x, m.w).square().mean(),

@@ -59,3 +59,8 @@ def test_an_op_without_rule_is_decomposed_or_named() -> None:
 )
 def test_the_step_is_the_unsharded_one(kind: str) -> None:
     assert_unsharded(kind)
+
+
+def test_derivatives_at_zero_are_those_of_the_unsharded_step() -> None:
+    """Of norms, distances and logarithms, where the formulas that they are written in have infinite ones."""
+    assert_unsharded("edges")
