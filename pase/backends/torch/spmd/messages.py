@@ -479,7 +479,7 @@ class GradientSending:
         import torch
 
         steps, step = self.program.reshard_steps(g.number, "back"), self._step(g)
-        if g.done + 1 == len(steps) and isinstance(g.root, torch.Tensor):
+        if isinstance(g.root, torch.Tensor) and all(s.kind == "all_reduce" for s in steps[g.done + 1 :]):
             return tuple(g.root.shape)  # of the parameter, if the gradient is that of a view
         if step.kind == "all_reduce":
             return g.shape if g.array is None else tuple(g.array.shape)
