@@ -55,8 +55,10 @@ def apply(
     return nests.elementwise(b, function, inputs, [dtype], flops=flops)[0]
 
 
-def _reduced(b: GraphBuilder, function: Function, x: Tensor, axes: Sequence[int]) -> Tensor:
-    return nests.reduce(b, function, [x], axes, [x.dtype], keepdims=True)[0]
+def _reduced(
+    b: GraphBuilder, function: Function, x: Tensor, axes: Sequence[int], dtype: str | None = None
+) -> Tensor:
+    return nests.reduce(b, function, [x], axes, [dtype or x.dtype], keepdims=True)[0]
 
 
 def shifted(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -64,9 +66,9 @@ def shifted(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
     return apply(b, SUB, x, apply(b, STOP_GRADIENT, _reduced(b, REDUCE_MAX, x, axes)))
 
 
-def mean(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
-    """The mean over some dims, which are kept with size one."""
-    return apply(b, DIV, _reduced(b, SUM, x, axes), count(x, axes))
+def mean(b: GraphBuilder, x: Tensor, axes: Sequence[int], dtype: str | None = None) -> Tensor:
+    """The mean over some dims, which are kept with size one. dtype: the result's, if it is not that of x."""
+    return apply(b, DIV, _reduced(b, SUM, x, axes, dtype), count(x, axes))
 
 
 def count(x: Tensor, axes: Sequence[int]) -> int | None:
@@ -96,11 +98,14 @@ class Normalized(NamedTuple):
     inverse: Tensor
 
 
-def normalize(b: GraphBuilder, x: Tensor, axes: Sequence[int], epsilon: float | None) -> Normalized:
-    """Normalizes x to mean 0 and variance 1 over these dims. epsilon: is added to the variance."""
-    m = mean(b, x, axes)
+def normalize(
+    b: GraphBuilder, x: Tensor, axes: Sequence[int], epsilon: float | None, dtype: str | None = None
+) -> Normalized:
+    """Normalizes x to mean 0 and variance 1 over these dims. epsilon: is added to the variance. dtype: that of the
+    statistics, if it is not that of x."""
+    m = mean(b, x, axes, dtype)
     y = apply(b, SUB, x, m)
-    variance = mean(b, apply(b, SQUARE, y), axes)
+    variance = mean(b, apply(b, SQUARE, y), axes, dtype)
     inverse = apply(b, RSQRT, apply(b, ADD, variance, epsilon))
     return Normalized(apply(b, MUL, y, inverse), m, variance, inverse)
 

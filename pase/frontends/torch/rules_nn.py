@@ -328,6 +328,9 @@ def _group_norm(c: TorchCall) -> Sequence[Value]:
     return [out, c.reshape(c.value(found.mean), two), c.reshape(c.value(found.inverse), two)]
 
 
+_NARROW = frozenset({"float16", "bfloat16"})
+
+
 @lowers(
     "batch_norm",
     "_native_batch_norm_legit_functional",
@@ -336,7 +339,10 @@ def _group_norm(c: TorchCall) -> Sequence[Value]:
     "_native_batch_norm_legit_no_training",
 )
 def _batch_norm(c: TorchCall) -> Sequence[Value]:
-    """Normalizes by the batch's statistics in training, and updates the running ones; otherwise by the running ones."""
+    """Normalizes by the batch's statistics in training, and updates the running ones; otherwise by the running ones.
+
+    PyTorch adds up statistics of narrow numbers in float32.
+    """
     x = c.x("input")
     rank = len(x.shape)
     scale, shift, mean, variance = (
@@ -344,7 +350,8 @@ def _batch_norm(c: TorchCall) -> Sequence[Value]:
         for v in (c.opt(n) for n in ("weight", "bias", "running_mean", "running_var"))
     )
     if c.arg("training", False) or mean is None or variance is None:
-        found = composites.normalize(c.b, c.tensor(x), [i for i in range(rank) if i != 1], c.arg("eps"))
+        others, sums = [i for i in range(rank) if i != 1], "float32" if x.dtype in _NARROW else None
+        found = composites.normalize(c.b, c.tensor(x), others, c.arg("eps"), sums)
         out, own = c.value(found.value), [c.value(found.mean), c.value(found.inverse)]
         count, m = x.elements // x.shape[1], c.arg("momentum", 0.1)
         pairs = [(mean, found.mean, m), (variance, found.variance, m * count / max(count - 1, 1))]

@@ -17,6 +17,7 @@ from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import whole
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
 
@@ -179,7 +180,8 @@ def _function() -> type[TorchFunction]:
             ctx: NormResiduals, norm: SplitNorm, x: Tensor, weight: Tensor, bias: Tensor | None
         ) -> tuple[Tensor, Tensor, Tensor]:
             mean, variance = norm.statistics(x)
-            made: Tensor = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, norm.eps)[0]
+            wide = weight.to(mean.dtype), None if bias is None else bias.to(mean.dtype)
+            made: Tensor = torch.native_batch_norm(x, *wide, mean, variance, False, 0.0, norm.eps)[0]
             ctx.norm = norm
             ctx.save_for_backward(x, weight, mean, variance)
             ctx.mark_non_differentiable(mean, variance)
@@ -190,13 +192,15 @@ def _function() -> type[TorchFunction]:
         def backward(ctx: NormResiduals, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
             if gradient is None:
                 return None, None, None, None
-            x, weight, mean, variance = ctx.saved_tensors
+            x, given, mean, variance = ctx.saved_tensors
+            weight = given.to(mean.dtype)
             _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
                 gradient, x, weight, mean, variance, None, None, False, ctx.norm.eps, [False, True, True]
             )
             own = None
             if ctx.needs_input_grad[1]:
                 own = ctx.norm.of_input(gradient, of_weight, of_bias, (x, weight, mean, variance))
+            of_weight, of_bias = (g.to(given.dtype) for g in (of_weight, of_bias))
             return None, own, of_weight, of_bias if ctx.needs_input_grad[3] else None
 
     return Norm
@@ -219,11 +223,19 @@ class SplitNorm:
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(the result, the whole batch's mean [channels], its variance [channels]). The last two have no gradient."""
-        weight = x.new_ones(x.shape[1]) if weight is None else weight
+        if weight is None:
+            weight = x.new_ones(x.shape[1], dtype=self.wide(x))
         made: tuple[Tensor, Tensor, Tensor] = whole(
             partial(_function().apply, self), x, weight, bias, name="batch_norm"
         )
         return made
+
+    @staticmethod
+    def wide(x: Tensor) -> torch.dtype:
+        """The dtype in which statistics are added up."""
+        import torch
+
+        return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
     def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(mean, variance) of the whole batch, [channels] each."""
@@ -232,7 +244,8 @@ class SplitNorm:
         own = x.numel() // x.shape[1]
         share = own / self.count
         # The correction makes the sum of squares be divided by the count of all ranks.
-        variance, mean = torch.var_mean(x, [i for i in range(x.dim()) if i != 1], correction=own - self.count)
+        among = [i for i in range(x.dim()) if i != 1]
+        variance, mean = torch.var_mean(x.to(self.wide(x)), among, correction=own - self.count)
         all_mean = self.groups.all_reduce(torch.mul(mean, share), self.axes)
         off = mean - all_mean
         return all_mean, self.groups.all_reduce(torch.addcmul(variance, off, off, value=share), self.axes)

@@ -182,10 +182,8 @@ class NodeOps:
         return None if any(u.users for u in statistics) else norm
 
     def _normalized(self, norm: NormOps) -> bool:
-        """Run a batch norm whose batch is split as one op. Returns False, and does nothing, for dtypes of which
-        PyTorch's op adds up the statistics in another dtype, and if a parameter has a gradient carrier."""
-        import torch
-
+        """Run a batch norm whose batch is split as one op. Returns False, and does nothing, if a parameter has a
+        gradient carrier."""
         own, given = norm.own, list[RankValue]()
         x = self.walk.read(own[0].local.operands[0], self.body)
         if x.array.requires_grad and not norm.differentiated:
@@ -194,12 +192,7 @@ class NodeOps:
             if pair is not None:
                 given.append(self.walk.read(pair.local.operands[1], self.body))
         values = (x, *given)
-        (dtype, *others) = {v.array.dtype for v in values}
-        if (
-            others
-            or dtype not in (torch.float32, torch.float64)
-            or any(v.gradient_carrier is not None for v in values)
-        ):
+        if any(v.gradient_carrier is not None for v in values):
             return False
         count, eps = (
             next(float(n) for n in own[i].op.numbers or () if isinstance(n, (int, float))) for i in (1, 6)

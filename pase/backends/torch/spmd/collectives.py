@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from pase.backends.torch.spmd.gathered_again import AgainMark
+from pase.backends.torch.spmd.gathered_again import AgainMark, Way
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import whole
 from pase.local.reshard import along
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EdgeCall", "GradientTaker", "SentLater", "passed", "positions", "summed", "there_and_back"]
 
-Way: TypeAlias = "Callable[[Tensor], Tensor]"
 GradientWay: TypeAlias = "Callable[[Tensor], Tensor | None]"
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "GatheredTaker",
     "MessageAgain",
     "TakesGathered",
+    "Way",
     "again_messages",
     "only_a_factor",
     "read_again",

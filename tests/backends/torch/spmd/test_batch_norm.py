@@ -90,6 +90,66 @@ def test_its_weights_are_gathered_in_the_message_of_the_others() -> None:
         found.raise_if_off()
 
 
+@pytest.mark.parametrize("affine", ["bfloat16", "float32"])
+def test_statistics_of_narrow_numbers_are_added_up_in_float32(affine: str) -> None:
+    """The result and the gradients are those of float64, but for their rounding."""
+    import torch
+
+    narrow, wide = torch.bfloat16, torch.float64
+    torch.manual_seed(0)
+    x, g = (64 + 2 * torch.randn(8, 4, 3, 3)).to(narrow), torch.randn(8, 4, 3, 3).to(narrow)
+    weight, bias = (torch.randn(4).to(getattr(torch, affine)) for _ in range(2))
+
+    def on_rank(rank: int) -> Any:
+        mesh = Mesh(names=("d",), sizes=(4,))
+        norm = SplitNorm(groups=axis_groups(mesh, [("d",)], "cpu"), axes=("d",), count=8 * 9, eps=1e-5)
+        own, w, b = x.chunk(4)[rank].requires_grad_(), weight.clone(), bias.clone()
+        made, mean, variance = norm(own, w.requires_grad_(), b.requires_grad_())
+        return made.detach(), mean, variance, *torch.autograd.grad(made, (own, w, b), g.chunk(4)[rank])
+
+    made, means, variances, *gradients = (list(some) for some in zip(*on_ranks(4, on_rank), strict=True))
+    inputs = [t.detach().to(wide).requires_grad_() for t in (x, weight, bias)]
+    whole = torch.nn.functional.batch_norm(inputs[0], None, None, *inputs[1:], training=True)
+    of_x, of_weight, of_bias = torch.autograd.grad(whole, inputs, g.to(wide))
+    for found, expected in ((torch.cat(made), whole), (torch.cat(gradients[0]), of_x)):
+        assert found.dtype == narrow
+        torch.testing.assert_close(found.to(wide), expected.detach(), rtol=2**-8, atol=2**-8)
+    for found, expected in zip(gradients[1:], (of_weight, of_bias), strict=True):
+        assert {t.dtype for t in found} == {weight.dtype}
+        torch.testing.assert_close(sum(t.to(wide) for t in found), expected, rtol=2**-6, atol=2**-6)
+    centre, spread = x.to(wide).mean((0, 2, 3)), x.to(wide).var((0, 2, 3), unbiased=False)
+    for mean, variance in zip(means, variances, strict=True):
+        torch.testing.assert_close(mean.to(wide), centre, rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(variance.to(wide), spread, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_narrow_step_sends_the_plans_list(mixed: bool) -> None:
+    """mixed: the norm's weights and running statistics are float32."""
+    import torch
+
+    from pase.backends.audit.torch import planned_in_step, sent_by_one_rank
+
+    module, x = net(affine=True, first=False).to(torch.bfloat16), torch.randn(8, 4, 3, 3).to(torch.bfloat16)
+    if mixed:
+        module.norm.float()
+    run = pase.compile(module, x, devices=4, mesh="4", target="ddp", baselines=False).torch
+    assert run.code(rank=0).count("= plan_batch_norm(") == 1
+    with alone_among(4, rank=1):
+        assert sent_by_one_rank(run) == planned_in_step(run)
+
+    def on_rank(rank: int) -> Any:
+        mine = copy.deepcopy(module)
+        loss = run.parallelize(mine)(x)
+        return loss, mine.norm.running_mean.full_tensor(), mine.norm.running_var.full_tensor()
+
+    eager = copy.deepcopy(module)
+    expected = eager(x), eager.norm.running_mean, eager.norm.running_var
+    for found in on_ranks(4, on_rank):
+        assert all(t.dtype == e.dtype for t, e in zip(found, expected, strict=True))
+        torch.testing.assert_close(list(found), list(expected))
+
+
 def test_it_adds_seven_ops_and_three_messages_to_pytorch_s_own() -> None:
     """Four make the statistics, and three take them away from the gradient. Waits are no kernels."""
     import torch
