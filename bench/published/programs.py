@@ -21,7 +21,7 @@ from pase.stated.program import (
     all_but_weight_products,
 )
 
-__all__ = ["is_old", "program_of"]
+__all__ = ["DEEPSPEED", "is_old", "program_of"]
 
 _EAGER = ("mpt", "nns")
 _MEGATRON = ("mbr", "nem", "mlm", "aal", "ll3", "bwl", "dsv", "vtr", "mlp", "smx")
@@ -52,12 +52,29 @@ _COMPOSER: dict[str, Any] = {
         update_bytes=72.0,
     ),
 }
+_NARROW_S, _COPY_S = 2.8e-6, 3.8e-6
 _DEEPSPEED: dict[str, Any] = {
+    # DeepSpeed of spring 2021 gathers one parameter at a time, and waits for the device before each gather, so that
+    # none overlaps with compute (runtime/zero/partition_parameters.py; DeepSpeed#1069 and #1188, June 2021).
+    # copied: the result is copied twice, by torch.distributed.all_gather into its list, and from there into the
+    # parameter (#1188, point 3).
+    # host_for_rank_s: each gather and scatter takes a list with a part for each rank. DeepSpeed makes it in a Python
+    # loop (_allgather_param, _reduce_scatter_gradient: a Tensor.narrow and get_rank per iteration) after waiting for
+    # the device, and PyTorch copies each part by its own kernel (ProcessGroupNCCL.cpp, allgather and reduce_scatter of
+    # lists). _NARROW_S: such an iteration as measured on a host without GPU (PyTorch 2.13, median of 60 lists of 384).
+    # _COPY_S: a kernel launched after another, NVIDIA's "Getting Started with CUDA Graphs" (quoted from memory).
+    # stays, stays_within: stage3_param_persistence_threshold and stage3_max_reuse_distance (runtime/zero/constants.py;
+    # stage3.py, get_reuse_distance_in_numel).
+    # whole_passes: over shards alone.
     "one_by_one": True,
-    "whole_passes": 0.0,  # shards alone
-    "bytes": replace(PROGRAMS["megatron_2021"].bytes, gradient=2),
+    "copied": (8.0, 0.0),
+    "host_for_rank_s": _NARROW_S + _COPY_S,
+    "stays": 1e5,
+    "stays_within": 1e9,
+    "whole_passes": 0.0,
 }
-"""DeepSpeed of 2021 gathers one parameter at a time (runtime/zero/partition_parameters.py, all_gather of each)."""
+DEEPSPEED = replace(PROGRAMS["megatron_2021"], **_DEEPSPEED)
+"""DeepSpeed's ZeRO-3 of spring 2021."""
 _AUTOMODEL = Bytes(weight=2, gradient=2, state=4, used=2, summed=4)
 """NeMo Automodel's benchmarks (examples/llm_benchmark): from_config's torch_dtype "auto" is bfloat16
 (nemo_automodel/_transformers/auto_model.py), in which torch.optim.Adam also keeps its moments; sums are in float32
@@ -141,9 +158,7 @@ def program_of(row: PublishedRow) -> Program:
     """Returns the executor of the row's framework."""
     notes, kernel = row.notes, (row.text("attn_kernel") or "").lower()
     if is_old(row):
-        return replace(
-            PROGRAMS["megatron_2021"], **(_DEEPSPEED if (row.text("dp_type") or "") == "zero3" else {})
-        )
+        return DEEPSPEED if row.text("dp_type") == "zero3" else PROGRAMS["megatron_2021"]
     if row.source == "aal":
         norm = frozenset({"rms_norm"}) if "fused rmsnorm" in notes else frozenset()
         own = replace(

@@ -12,9 +12,9 @@ float16. Nothing is fitted. Writes bench/results/zero3_pipeline.json.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
+from bench.published.programs import DEEPSPEED
 from bench.published.vtrain import graph_of
 from bench.runner import Benchmark
 from pase import costmodels
@@ -28,27 +28,6 @@ MEASURED = ((384, 4, 144.0, 153.0), (768, 2, 88.0, 149.0), (1536, 1, 44.0, 141.0
 """GPUs, ZeRO-3's micro-batch, TFLOP/s per GPU with ZeRO-3 and with PTD-P."""
 
 MEGATRON = PROGRAMS["megatron_2021"]
-_NARROW_S, _COPY_S = 2.8e-6, 3.8e-6
-DEEPSPEED = replace(
-    MEGATRON,
-    one_by_one=True,
-    copied=(8.0, 0.0),
-    host_for_rank_s=_NARROW_S + _COPY_S,
-    stays=1e5,
-    stays_within=1e9,
-)
-"""DeepSpeed of spring 2021 gathers one parameter at a time, and waits for the device before each gather, so that none
-overlaps with compute (runtime/zero/partition_parameters.py; DeepSpeed#1069 and #1188, June 2021). The result is
-copied twice: by torch.distributed.all_gather into its list, and from there into the parameter (#1188, point 3).
-
-host_for_rank_s: each gather and scatter takes a list with a part for each rank. DeepSpeed makes it in a Python loop
-(_allgather_param, _reduce_scatter_gradient: a Tensor.narrow and get_rank per iteration) after waiting for the device,
-and PyTorch copies each part by its own kernel (ProcessGroupNCCL.cpp, allgather and reduce_scatter of lists). _NARROW_S:
-such an iteration as measured on a host without GPU (PyTorch 2.13, median of 60 lists of 384). _COPY_S: a kernel
-launched after another, NVIDIA's "Getting Started with CUDA Graphs" (quoted from memory). stays, stays_within:
-stage3_param_persistence_threshold and stage3_max_reuse_distance (runtime/zero/constants.py; stage3.py,
-get_reuse_distance_in_numel).
-"""
 
 
 def flops() -> float:
