@@ -94,6 +94,7 @@ MODELS = (
 MEGATRON = replace(
     EAGER,
     update_bytes=32.0,
+    traffic={},  # Apex's norms
     source=EAGER.source
     + ". update_bytes: Megatron's Float16OptimizerWithFloat16Params (megatron/optimizer/optimizer.py) copies "
     "half-precision gradients to float32 (6 bytes), unscales and checks them (8), takes their norm and clips (12) "

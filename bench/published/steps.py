@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -157,8 +157,32 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         remat=remat if remat in ("none", "selective", "full") else "none",  # type: ignore[arg-type]
         precision=precision_name,
         asynchronous=tp > 1 and overlaps_tensor(row, precision_name),
+        offload=_offloaded(row),
     )
     return s, batch
+
+
+_BRIDGE_OFFLOADS: Mapping[tuple[str, str, str], int] = {
+    ("llama-3 70b", "GB300", "BF16"): 30,
+    ("llama-3 70b", "GB300", "FP8"): 20,
+    ("llama-3 70b", "GB200", "BF16"): 20,
+    ("llama-3 70b", "GB200", "FP8"): 40,
+    ("llama-3 70b", "B200", "FP8"): 5,
+    ("llama-3.1 405b", "GB300", "BF16"): 40,
+    ("llama-3.1 405b", "B300", "BF16"): 40,
+}
+"""(Model, card, precision) -> how many layers' activations the recipe with FSDP keeps in the host's memory:
+cpu_offloading_num_layers in Megatron-Bridge, scripts/performance/configs/llama3 of v0.2.2 (container 25.11) and
+perf_recipes/llama of August 2026."""
+
+
+def _offloaded(row: PublishedRow) -> int:
+    """Returns how many blocks' activations the row keeps in the host's memory."""
+    if row.source not in ("mbr", "bwl") or "fsdp=" not in row.notes:
+        return 0
+    gpu = (row.text("gpu") or "").partition("-")[0]
+    recipe = ((row.text("model") or "").lower(), gpu, (row.text("precision") or "").upper())
+    return _BRIDGE_OFFLOADS.get(recipe, 0)
 
 
 def overlaps_tensor(row: PublishedRow, precision: Precision) -> bool:
@@ -253,9 +277,8 @@ def price_row(row: PublishedRow, machine: Machine | None = None) -> PricedRun:
         tries = [s]
         if row.text("micro_batch") is None and s.pipeline == 1:  # not stated: the largest that fits
             tries = [replace(s, micro=k) for k in range(s.micro or 1, 0, -1) if (s.micro or 1) % k == 0]
-        if (
-            row.text("act_ckpt") is None
-        ):  # not stated: the least recomputation that fits, because the run did fit
+        # Not stated: the least recomputation that fits, as the run did. Recipes that offload recompute nothing.
+        if row.text("act_ckpt") is None and not s.offload:
             least = get_args(Remat).index(s.remat or "none")
             tries = [replace(t, remat=how) for how in get_args(Remat)[least:] for t in tries]
         for t in tries:

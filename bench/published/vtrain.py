@@ -45,7 +45,7 @@ from pase.stated.timeline import pipelined as one_f_one_b
 
 DATA = SHARED / "traces" / "vtrain"
 _MEGATRON = PROGRAMS["megatron_2021"]
-STAGES = replace(EAGER, update_bytes=_MEGATRON.executor.update_bytes)
+STAGES = replace(EAGER, update_bytes=_MEGATRON.executor.update_bytes, traffic=_MEGATRON.executor.traffic)
 """The executor of rows with stages, whose whole passes ``pase.stated`` counts."""
 MEGATRON = replace(
     STAGES, update_bytes=STAGES.update_bytes + _MEGATRON.whole_passes * _MEGATRON.bytes.gradient

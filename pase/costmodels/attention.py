@@ -64,9 +64,18 @@ def attention_s(
     return np.asarray(device.launch_s + np.cbrt(working**3 + moving**3))
 
 
+_WIDE_BACKWARD = 0.85
+"""The rate of backward at heads wider than 128, relative to that at 128: cuDNN 9.22 with heads of 192 and 128 (latent
+attention) on GB200 and GB300 reaches 0.82 to 0.89 of it, while forward reaches 0.94 to 1.07, with heads of 256, too
+(NVIDIA/cudnn-frontend@3929da2, benchmark/sdpa_benchmark_training/results). Sums that are kept in registers and shared
+memory leave less room for operands."""
+
+
 def rate_at_width(device: Device, width: float, backward: bool) -> float:
     """The rate of a kernel at heads of this width, relative to its rate at 128: narrow heads have as many exponentials
     beside fewer products. Backward computes the exponentials once more, beside five products in place of two."""
+    if width > _WIDTH:
+        return _WIDE_BACKWARD if backward else 1.0
     softmax = 0.0 if device.attention is None else device.attention.softmax
     return width / _WIDTH / float(_of_width(width, softmax / 2.5 if backward else softmax))
 

@@ -223,6 +223,8 @@ class Device:
     reserved_bytes: the part of memory_bytes that arrays cannot use: context, buffers of libraries, gaps.
     workspace_bytes: the scratch memory that the library of matrix products takes in a compiled program.
     power_w: the most that the device draws, in watts; None if it is not known.
+    host_bytes_per_s: the bytes per second between the device's memory and the host's, in the slower direction; None if
+        they are not known.
     """
 
     name: str
@@ -243,6 +245,7 @@ class Device:
     reserved_bytes: Count = 0
     workspace_bytes: Count = 0
     power_w: Positive | None = None
+    host_bytes_per_s: Positive | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -507,13 +510,14 @@ class Machine:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256 of what affects a step's costs: not names, sources, provenance, overlaps, forms, compiler, power
-        and failures."""
+        """The sha256 of what affects the costs of a plan's step: not names, sources, provenance, overlaps, forms,
+        compiler, power, failures and the link to the host, over which no plan sends anything."""
         content = dataclasses.asdict(self)
         # overlaps determines which price a plan is made for, not what anything costs; the plan records the price.
         for key in ("name", "title", "sources", "provenance", "overlaps", "forms", "compiler"):
             del content[key]
-        del content["failures_per_device_hour"], content["device"]["power_w"]
+        del content["failures_per_device_hour"]
+        del content["device"]["power_w"], content["device"]["host_bytes_per_s"]
         # These fields are newer than the digests in layouts. At their defaults, the digests stay the same.
         newer = {"bucket_bytes", "sums_readers", "collective_units", "sums_alone", "lone_gather_bytes"}
         newer |= {"own_part_bytes_per_s"}

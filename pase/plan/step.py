@@ -39,6 +39,13 @@ _HEAVY = PRODUCTS | {"gather", "scatter", "window", "sequential", "opaque"}
 _LIGHT = ("elementwise", "reduce")
 _LIBRARY = frozenset(("layer_norm", "rms_norm", "batch_norm", "softmax", "gelu", "silu", "bias_gelu"))
 _MASKED = frozenset(("dropout", "native_dropout", "bias_dropout_add"))
+_NORMS = {"layer_norm": (1.6, 2.4), "rms_norm": (1.4, 2.5)}
+"""PyTorch's norms, relative to the time of their traffic at 0.85 of the memory bandwidth. Backward is two kernels, each
+of which reads operand and gradient (layer_norm_kernel.cu). torch.nn.LayerNorm: forward takes 1.4 to 1.6 times and
+backward 2.3 to 2.8 times as long on H100, 1.6 and 2.4 times on A100, for 4,096 rows of 2,048 to 16,384
+(linkedin/Liger-Kernel@ead96b61, benchmark/data/all_benchmark_data.csv). torch.nn.RMSNorm in bfloat16: 1.2 to 1.7 and
+2.3 to 2.8 times on H200, 1.3 to 1.8 and 3.0 to 3.5 times on GB200, where cuDNN's kernel takes 1.1 and 1.1 to 1.4 times
+(NVIDIA/cudnn-frontend@3929da2, benchmark/norms/results)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +121,7 @@ EAGER = Executor(
     reruns_all=True,
     update_bytes=0.0,
     overlapped=False,
+    traffic=_NORMS,
     source="host_s: PyTorch on an A100 host, profiler on, mean between launches less than 1 ms apart: forward 49 us "
     "(503 a step), backward 34 us (925) (HolisticTraceAnalysis, tests/data/trace_diff/control.json.gz, 6 steps). "
     "collective_s: 32 bytes to 64 KiB among 2 A100 of a node take 76 to 82 us in Megatron "

@@ -15,6 +15,10 @@ from pase.stated.timeline import Pipeline, stage_layers
 
 __all__ = ["RankMemory", "rank_memory"]
 
+_ON_THE_WAY = 2
+"""Offloaded blocks whose activations are on their way to or from the host, and still or already in the device's memory
+(Transformer Engine's AsyncDoubleBufferGroupOffloadHandler)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
@@ -97,7 +101,8 @@ def _rank(
     # The schedule decides how many micro-batches are in flight. Only GPipe has more than one between loss and backward.
     flying = 1.0 if pipe is None else pipe.in_flight if name == "first" else pipe.in_flight_last
     at_loss = flying if s.schedule == "gpipe" else 1.0
-    held = blocks * block.kept * flying + sum(e.kept for e in ends) * (at_loss if last else flying)
+    here = blocks - max(s.offload - _ON_THE_WAY, 0)
+    held = here * block.kept * flying + sum(e.kept for e in ends) * (at_loss if last else flying)
     working = max(block.saved - block.kept, 0.0) if s.remat not in (None, "none") else 0.0
     each = _made_whole(block, b)
     made = blocks * each + sum(_made_whole(e, b) for e in ends)

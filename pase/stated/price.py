@@ -152,6 +152,10 @@ def price_strategy(
         )
     placed = place(graph, s, exchange, whole_logits=program.whole_logits, doubled=doubled)
     parts = parts_of(graph, placed, s, program, model, written_out, exchange)
+    if s.offload > parts.blocks:
+        raise Infeasible(
+            f"'{graph.name}' has {parts.blocks} blocks", where=str(s), fix="offload no more blocks than that"
+        )
     mesh = stage_mesh(s)
     stages = s.pipeline * s.chunks
     if (
@@ -202,6 +206,12 @@ def _refuse(s: Strategy, program: Program, model: CostModel, micro_batches: int)
             f"{near.ways} devices of a {near.name} on '{model.machine.name}'",
             where=str(s),
             fix=f"leave out async, or use tp={near.ways}",
+        )
+    if s.offload and model.machine.device.host_bytes_per_s is None:
+        raise Infeasible(
+            f"machine '{model.machine.name}' does not say how fast its devices reach their host's memory",
+            where=str(s),
+            fix="add host_bytes_per_s to [device] of a copy of its file, or leave out offload",
         )
     if s.context > 1 and program.context == "none":
         raise Infeasible(

@@ -262,11 +262,6 @@ distributed optimizer: 18, or 6 + 12/d)."""
 _FOREACH_ADAMW = 64.0
 """torch.optim's default AdamW on GPUs (``_multi_tensor_adamw``) passes over float32 arrays 20 times; a fused one passes
 7 times. Clipping by the gradients' norm reads them twice and writes them once. Each pass takes 4 bytes."""
-_TORCH_NORMS = {"layer_norm": (1.6, 2.4)}
-"""torch.nn.LayerNorm. Backward is two kernels, each of which reads operand and gradient (layer_norm_kernel.cu).
-Relative to the time of its traffic at 0.85 of the memory bandwidth, forward takes 1.4 to 1.6 times and backward 2.3 to
-2.8 times as long on H100, 1.6 and 2.4 times on A100, for 4,096 rows of 2,048 to 16,384 (linkedin/Liger-Kernel@ead96b61,
-benchmark/data/all_benchmark_data.csv)."""
 _USERBUFFERS = Decomposition(after=0.25, units=16)
 """Transformer Engine's (transformer_engine/pytorch/module/base.py, initialize_ub). Operands of products are exchanged
 in a ring of copies. Results are scattered in four chunks that overlap with the products ("pipeline", num_splits), and
@@ -289,7 +284,6 @@ for _p in (
             waits=False,
             collective_s=0.0,
             kernels=EAGER.kernels - {"rms_norm"},
-            traffic=_TORCH_NORMS,
             update_bytes=_FOREACH_ADAMW,
         ),
         attention=("flash2",),
@@ -353,7 +347,9 @@ for _p in (
     Program(
         name="megatron",
         title="Megatron-Core with Transformer Engine",
-        executor=replace(EAGER, waits=False, collective_s=0.0, kernels=_TE_KERNELS, inside=_TE_INSIDE),
+        executor=replace(
+            EAGER, waits=False, collective_s=0.0, kernels=_TE_KERNELS, inside=_TE_INSIDE, traffic={}
+        ),
         attention=("cudnn", "flash2"),
         bytes=_MASTERS,
         selective=core_attention,
@@ -393,7 +389,7 @@ for _p in (
     Program(
         name="megatron_2021",
         title="Megatron-LM of 2021 and 2022",
-        executor=replace(EAGER, waits=False, update_bytes=32.0),
+        executor=replace(EAGER, waits=False, update_bytes=32.0, traffic={}),
         attention=(),
         bytes=Bytes(weight=2, gradient=2, state=12, used=2, summed=2),
         selective=core_attention,
@@ -409,7 +405,8 @@ for _p in (
         context="none",
         logits=2.0,
         reserve_bytes=2e9,
-        source="as EAGER; update_bytes: megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
+        source="as EAGER, with Apex's norms, which take the time of their traffic; update_bytes: "
+        "megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
         "sums them after backward, in one call (megatron/model/distributed.py); gradients of float16 stay in float16 "
         "until then (megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is for bfloat16). zero_in_stages: "
         "deepspeed/runtime/pipe/engine.py refuses ZeRO-2 and 3. context: Megatron-Core has it since 0.5. adds_apart: "

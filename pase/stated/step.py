@@ -225,6 +225,16 @@ class StatedStep:
             added = self.copying_s(nbytes * (1 + 1 / self.s.tensor))
         return waited + held + added
 
+    def offloaded_s(self, part: Part) -> float:
+        """Return the seconds for which the link to the host is busy while a part runs, forward or backward.
+
+        The copies of the offloaded blocks overlap with all blocks alike.
+        """
+        rate = self.model.machine.device.host_bytes_per_s
+        if rate is None or part is not self.parts.block:
+            return 0.0
+        return part.kept * self.s.offload / self.parts.blocks / rate
+
     def units(
         self, backward: bool, blocks: int, first: bool, last: bool, *, gathers: bool, sums: bool
     ) -> list[Unit]:
@@ -242,7 +252,7 @@ class StatedStep:
             launched = part.host_s[int(backward)]
             out.append(
                 Unit(
-                    compute_s=max(device, launched - sent),
+                    compute_s=max(device, launched - sent, self.offloaded_s(part)),
                     sent_s=sent,
                     gather_s=self.gather_s(part, backward) if gathers else 0.0,
                     sum_s=sum(self.sum_s(bucket) for bucket in summed),

@@ -39,6 +39,7 @@ class Strategy:
     chunks: the number of chunks of layers per stage.
     micro: examples of a micro-batch on one data-parallel rank; None: all examples of the rank, or one if there are
         stages.
+    offload: the number of blocks whose activations wait for backward in the host's memory.
     remat: what backward recomputes; None: what the model marks.
     asynchronous: whether collectives of tensor parallelism overlap with the products that they feed, chunk by chunk.
     """
@@ -54,6 +55,7 @@ class Strategy:
     pipeline: int = 1
     chunks: int = 1
     micro: int | None = None
+    offload: int = 0
     remat: Remat | None = None
     schedule: ScheduleName | None = None
     precision: Precision = "bf16"
@@ -71,11 +73,7 @@ class Strategy:
     def __str__(self) -> str:
         """The text that ``parse`` reads."""
         names = {v: k for k, v in _DEGREES.items()}
-        parts = [
-            f"{names[f]}={getattr(self, f)}"
-            for f in names
-            if getattr(self, f) != (None if f == "micro" else 1)
-        ]
+        parts = [f"{names[f]}={getattr(self, f)}" for f in names if getattr(self, f) != _UNSTATED.get(f, 1)]
         parts += [f"zero={self.zero}"] if self.zero != (3 if self.shard > 1 else 0) else []
         parts += [word for word, f in _FLAGS.items() if getattr(self, f)]
         parts += [f"{k}={getattr(self, k)}" for k in ("remat", "schedule") if getattr(self, k) is not None]
@@ -93,7 +91,10 @@ _DEGREES = {
     "pp": "pipeline",
     "vp": "chunks",
     "micro": "micro",
+    "offload": "offload",
 }
+_UNSTATED: Mapping[str, int | None] = {"micro": None, "offload": 0}
+"""The values of degrees that are not stated, if they are not 1."""
 _FLAGS = {"sp": "sequence", "async": "asynchronous", "a2a": "heads"}
 _WORDS: Mapping[str, tuple[Any, ...]] = {
     "remat": get_args(Remat),
@@ -187,6 +188,12 @@ def _check(s: Strategy, text: str, devices: int) -> None:
             "async needs tp=N and sp, because it runs gathers and scatters during products, not sums",
             where=f"'{text}'",
             fix="add tp=N,sp",
+        )
+    if s.offload and s.pipeline > 1:
+        raise PaseError(
+            "offload needs a model without stages, in which a stage's micro-batches would share the host's link",
+            where=f"'{text}'",
+            fix="leave out pp or offload",
         )
     if s.heads and s.context == 1:
         raise PaseError(
