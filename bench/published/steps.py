@@ -117,23 +117,13 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     if batch % ranks:
         raise Infeasible(f"a batch of {batch} does not divide by {ranks} data-parallel ranks")
     kind = (row.text("dp_type") or "").lower()
-    if kind == "ddp" and row.source in (
-        "mbr",
-        "bwl",
-    ):  # the page's term for no FSDP; the recipes' optimizer is distributed
-        kind = "zero1"
+    if kind == "ddp" and row.source in ("mbr", "bwl"):
+        kind = "zero1"  # the page's term for no FSDP; the recipes' optimizer is distributed
     zero = _ZERO.get(kind, 1 if program.name.startswith("megatron") else 3) if ranks * cp > 1 else 0
     data = ranks if zero == 0 else _replicas(row, ranks) if kind == "hsdp" else 1
     own = batch // ranks
     chunks = _chunks(row, pp)
-    staged = (
-        max(own // pp, 1) if row.source == "ttn" else 1
-    )  # torchtitan: as many micro-batches as ranks of stages
-    micro = row.whole("micro_batch") or (staged if pp > 1 else own)
-    if row.source == "mxt" and row.whole(
-        "micro_batch"
-    ):  # MaxText's per_device_batch_size: of a chip, not of a data-parallel rank
-        micro *= tp * cp
+    micro = _micro_batch(row, own)
     # Aleph Alpha's sheets with a column for sequence parallelism are in data/seqpara: earlier sweeps did not use it.
     told_otherwise = "no" if row.source == "aal" else "yes"
     if row.text("precision") is None and FP8 in card(row.text("gpu") or "?").device.peak_flops:
@@ -160,6 +150,18 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         offload=_offloaded(row),
     )
     return s, batch
+
+
+def _micro_batch(row: PublishedRow, own: int) -> int:
+    """Returns the examples of a micro-batch on a data-parallel rank that has ``own`` examples."""
+    stages, told = row.whole("pp") or 1, row.whole("micro_batch")
+    if (
+        told and row.source == "mxt"
+    ):  # MaxText's per_device_batch_size: of a chip, not of a data-parallel rank
+        return told * (row.whole("tp") or 1) * (row.whole("cp") or 1)
+    if told or stages == 1:
+        return told or own
+    return max(own // stages, 1) if row.source == "ttn" else 1  # torchtitan: a micro-batch for each stage
 
 
 _BRIDGE_OFFLOADS: Mapping[tuple[str, str, str], int] = {

@@ -244,21 +244,26 @@ class StatedStep:
         order = parts[::-1] if backward else parts
         full = self.buckets(order) if sums else [[] for _ in order]
         for part, summed in zip(order, full, strict=True):
-            device = part.backward_s + part.recompute_s if backward else part.forward_s
-            device += self.copied_s(part, backward) if gathers or sums else 0.0
-            device += self.rearranged_s(part, backward)
-            device += self.metrics_s(part) + self.added_s(part) if backward else 0.0
-            sent = self.sent_s(part, backward)
-            launched = part.host_s[int(backward)]
             out.append(
                 Unit(
-                    compute_s=max(device, launched - sent, self.offloaded_s(part)),
-                    sent_s=sent,
+                    compute_s=max(self._working_s(part, backward, gathers or sums), self.offloaded_s(part)),
+                    sent_s=self.sent_s(part, backward),
                     gather_s=self.gather_s(part, backward) if gathers else 0.0,
                     sum_s=sum(self.sum_s(bucket) for bucket in summed),
                 )
             )
         return out
+
+    def _working_s(self, part: Part, backward: bool, copies: bool) -> float:
+        """Return the seconds in which the device works on a part in a pass, or waits for launches.
+
+        copies: whether weights are gathered or gradients summed in this pass.
+        """
+        device = part.backward_s + part.recompute_s if backward else part.forward_s
+        device += self.copied_s(part, backward) if copies else 0.0
+        device += self.rearranged_s(part, backward)
+        device += self.metrics_s(part) + self.added_s(part) if backward else 0.0
+        return max(device, part.host_s[int(backward)] - self.sent_s(part, backward))
 
     @property
     def slow(self) -> float:
@@ -297,7 +302,13 @@ class StatedStep:
         exposed = (m - 1) * (fx + bx) + gx + cx
         sent = sum(self.sent_s(part, back) * k for part, k in self._counted(n) for back in (False, True))
         total = (m - 1) * (f + b) + g + c
-        return self._causes(total, exposed, m * sent) | self._update(n, True, True)
+        causes = self._causes(total, exposed, m * sent)
+        if self.s.offload:
+            block = self.parts.block
+            needed = [self._working_s(block, back, zero3) for back in (False, True)]
+            causes["copies to the host"] = m * n * sum(max(self.offloaded_s(block) - s, 0.0) for s in needed)
+            causes["compute"] -= causes["copies to the host"]
+        return causes | self._update(n, True, True)
 
     def _counted(self, blocks: int) -> list[tuple[Part, int]]:
         return [(self.parts.first, 1), (self.parts.block, blocks), (self.parts.last, 1)]
@@ -401,6 +412,9 @@ class StatedStep:
         yield from _as_long(sent, seconds["between products"])
         weights = seconds["weights and gradients"] + seconds["new weights"]
         yield StepPart(kind="large collective", shape=("weights",), seconds=weights)
+        yield StepPart(
+            kind="large collective", shape=("host",), seconds=seconds.get("copies to the host", 0.0)
+        )
         yield StepPart(kind="light", shape=("update",), seconds=seconds["update"], family="parameter")
 
     @property

@@ -136,3 +136,37 @@ def test_one_example_without_a_batch_dim_costs_the_same() -> None:
         price_strategy(graph_of(batch=n), s, PLAIN, MODEL, 2, doubled=n == 2).step_s for n in (2, 1)
     )
     assert of_two == pytest.approx(of_one, rel=0.01)
+
+
+def _beside(gb_per_s: float | None) -> Analytic:
+    """A machine with this link to the host."""
+    rate = None if gb_per_s is None else 1e9 * gb_per_s
+    return Analytic(replace(MODEL.machine, device=replace(MODEL.machine.device, host_bytes_per_s=rate)))
+
+
+def test_activations_in_the_host_s_memory_take_no_time_behind_a_fast_link():
+    here, there = (price(f"fsdp=8,remat=none{term}", model=_beside(1e6)) for term in ("", ",offload=4"))
+    assert there.step_s == pytest.approx(here.step_s)
+    kept = (here.memory.activations - there.memory.activations) / 2  # two of the four are on their way
+    assert 0 < kept < here.memory.activations / 4
+    assert replace(here.memory, activations=there.memory.activations) == there.memory
+
+
+def test_a_slow_link_to_the_host_is_waited_for():
+    p = price("fsdp=8,remat=none,offload=4", model=_beside(1e-3), program=PLAIN)
+    here = price("fsdp=8,remat=none", model=_beside(1e-3), program=PLAIN)
+    block = (here.memory.activations - p.memory.activations) / 2
+    # Each block goes there once and comes back once, and nothing else takes as long.
+    assert p.seconds["copies to the host"] == pytest.approx(2 * 4 * block / 1e6, rel=0.02)
+    assert sum(p.seconds.values()) == pytest.approx(p.step_s)
+    assert p.step_s > here.step_s + 0.98 * p.seconds["copies to the host"]
+
+
+def test_what_cannot_be_offloaded_is_refused():
+    with pytest.raises(Infeasible, match=r"does not say how fast .*; add host_bytes_per_s"):
+        price("fsdp=8,offload=1", model=_beside(None))
+    with pytest.raises(Infeasible, match="blocks; offload no more blocks than that"):
+        price("fsdp=8,offload=1000", model=_beside(1.0))
+    with pytest.raises(PaseError, match="offload needs a model without stages"):
+        parse("dp=2,pp=4,offload=1", 8)
+    assert str(parse("fsdp=8,offload=2,remat=none", 8)) == "fsdp=8,offload=2,remat=none"
