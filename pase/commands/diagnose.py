@@ -84,6 +84,8 @@ def diagnose(
       pase diagnose traces/ --plan layout.json --split other.json
       pase diagnose snapshot.pickle --plan layout.json
     """
+    from datetime import date
+
     from pase.errors import PaseError
     from pase.replay.measurement.clocks import align as align_clocks
     from pase.replay.measurement.model import measure
@@ -112,7 +114,7 @@ def diagnose(
 
         report["plan"] = against_plan(plan, m, d.spent)
     if page is not None:
-        write_atomically(page, diagnosis_page(d, report))
+        write_atomically(page, diagnosis_page(d, report, date.today().isoformat()))
     if timeline is not None:
         g = d.run.graph
         tasks = [s.task % len(g) for s in d.run.replay.path()]

@@ -122,6 +122,8 @@ def schedule(
       pase schedule layout.json --policy ours --write
       pase schedule traces/ --policy ddp,ours --gantt iteration.html
     """
+    from datetime import date
+
     from pase.errors import PaseError
     from pase.schedule.compare import compare_policies
     from pase.schedule.io import plan_to_json
@@ -159,7 +161,8 @@ def schedule(
     if gantt is not None:
         from pase.schedule.gantt import write_gantt
 
-        write_gantt(gantt, problem, [o.evaluation for o in done if o.evaluation is not None])
+        drawn = [o.evaluation for o in done if o.evaluation is not None]
+        write_gantt(gantt, problem, drawn, date.today().isoformat())
     if emit is not None:
         print(_settings(emit, problem, best.plan), file=sys.stderr if as_json else sys.stdout)
     if as_json:

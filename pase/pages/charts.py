@@ -11,6 +11,8 @@ __all__ = ["ChartLine", "Roof", "WorkPoint", "areas", "lines", "roofline"]
 
 _WIDE, _HIGH = 960, 420
 _LEFT, _BOTTOM, _TOP, _RIGHT = 78, 40, 24, 30
+_NAMES = 190
+"""The width at the right of a roofline for the names of its roofs, clear of its points."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ def lines(drawn: Sequence[ChartLine], *, label: str, across: str, up: str) -> st
             said = f"{escape(line.name)}: {a:,.0f}, {_engineering(b)}"
             dot = f"<circle class='f-{line.colour}' cx='{x(a):.1f}' cy='{y(b):.1f}' r='4.5'>"
             out.append(f"{dot}<title>{said}</title></circle>")
-    return "".join([*out, "</svg>"])
+    return "".join([*out, _CLOSE])
 
 
 def _decades(low: float, high: float) -> tuple[int, int]:
@@ -112,9 +114,10 @@ def roofline(points: Sequence[WorkPoint], roofs: Sequence[Roof]) -> str:
     rates = [p.rate for p in points] + [r.rate for r in roofs]
     x0, x1 = _decades(min(across), max(across) * 1.5)
     y0, y1 = _decades(min(rates), max(rates))
+    right = _WIDE - (_NAMES if roofs else _RIGHT)
 
     def x(v: float) -> float:
-        return _LEFT + (_WIDE - _LEFT - _RIGHT) * (math.log10(v) - x0) / max(x1 - x0, 1)
+        return _LEFT + (right - _LEFT) * (math.log10(v) - x0) / max(x1 - x0, 1)
 
     def y(v: float) -> float:
         return _HIGH - _BOTTOM - (_HIGH - _BOTTOM - _TOP) * (math.log10(v) - y0) / max(y1 - y0, 1)
@@ -124,27 +127,27 @@ def roofline(points: Sequence[WorkPoint], roofs: Sequence[Roof]) -> str:
         out.append(_rule(x(10.0**d), _TOP, x(10.0**d), _HIGH - _BOTTOM))
         out.append(f"<text x='{x(10.0**d):.1f}' y='{_HIGH - 22}' text-anchor='middle'>{10.0**d:g}</text>")
     for d in range(y0, y1 + 1):
-        out.append(_rule(_LEFT, y(10.0**d), _WIDE - _RIGHT, y(10.0**d)))
+        out.append(_rule(_LEFT, y(10.0**d), right, y(10.0**d)))
         out.append(
             f"<text x='{_LEFT - 6}' y='{y(10.0**d) + 4:.1f}' text-anchor='end'>{_engineering(10.0**d)}</text>"
         )
-    out.append(f"<text x='{_WIDE / 2}' y='{_HIGH - 4}' text-anchor='middle'>FLOP per byte moved</text>")
+    middle = (_LEFT + right) / 2
+    out.append(f"<text x='{middle}' y='{_HIGH - 4}' text-anchor='middle'>FLOP per byte moved</text>")
     out.append(f"<text x='14' y='{_HIGH / 2}' transform='rotate(-90 14 {_HIGH / 2})'>FLOP/s</text>")
-    for k, r in enumerate(sorted(roofs, key=lambda r: -r.rate)):
+    above = -math.inf
+    for r in sorted(roofs, key=lambda r: -r.rate):
         knee, low = r.rate / r.bandwidth, max(10.0**x0, 10.0**y0 / r.bandwidth)
-        line = f"M{x(low):.1f} {y(low * r.bandwidth):.1f}L{x(knee):.1f} {y(r.rate):.1f}H{_WIDE - _RIGHT}"
+        line = f"M{x(low):.1f} {y(low * r.bandwidth):.1f}L{x(knee):.1f} {y(r.rate):.1f}H{right}"
         out.append(f"<path class='roof' d='{line}'><title>{escape(r.name)}</title></path>")
-        out.append(
-            f"<text x='{_WIDE - _RIGHT}' y='{y(r.rate) + (16 * k if k else -6):.1f}' text-anchor='end'>"
-            f"{escape(r.name)}</text>"
-        )
+        above = max(y(r.rate) + 4, above + 14)
+        out.append(f"<text x='{right + 6}' y='{above:.1f}'>{escape(r.name)}</text>")
     for p in sorted(points, key=lambda p: -p.share):
         size = 3.5 + 16 * math.sqrt(p.share)
         out.append(
             f"<circle class='dot f-{p.colour}' cx='{x(p.intensity):.1f}' cy='{y(p.rate):.1f}' r='{size:.1f}' "
             f"fill-opacity='.75' data-node='{p.node}'><title>{escape(p.title)}</title></circle>"
         )
-    return "".join([*out, "</svg>"])
+    return "".join([*out, _CLOSE])
 
 
 def areas(
@@ -191,7 +194,7 @@ def areas(
         )
     out.append(f"<text x='{_LEFT}' y='{_HIGH - 18}'>start of the step</text>")
     out.append(f"<text x='{_WIDE - _RIGHT}' y='{_HIGH - 18}' text-anchor='end'>{escape(end)}</text>")
-    return "".join([*out, "</svg>"])
+    return "".join([*out, _CLOSE])
 
 
 def _nice(x: float) -> float:
@@ -204,9 +207,14 @@ def _nice(x: float) -> float:
     return next(base * k for k in (1, 2, 5, 10) if base * k >= x * (1 - 1e-9))
 
 
+_CLOSE = "</svg></div>"
+
+
 def _open(label: str) -> str:
-    """The start of a chart's SVG element. label: the chart's accessible name."""
-    return f"<svg class='chart' viewBox='0 0 {_WIDE} {_HIGH}' role='img' aria-label='{escape(label, quote=True)}'>"
+    """The start of a chart, which scrolls on a narrow screen. label: its accessible name."""
+    named = f"aria-label='{escape(label, quote=True)}'"
+    svg = f"<svg class='chart' viewBox='0 0 {_WIDE} {_HIGH}' role='img' {named}>"
+    return f"<div class='scroll' tabindex='0' role='region' {named}>{svg}"
 
 
 def _rule(x0: float, y0: float, x1: float, y1: float) -> str:

@@ -6,6 +6,22 @@ function explorer(root) {
   const splitIn = (i, stage) => (stages && stages.splits[stages.list[stage].splits][i]) || nodes[i].split;
   const whole = Math.max(...shown.map((i) => sum(nodes[i].cost)), 0);
   const PARTS = ["compute", "communication", "update"];
+  /* Some axes by the name that they share, as data for data and data2, with how much of its ways are meant if not all. */
+  const ways = (axes) => axes.reduce((w, a) => w * data.mesh.sizes[data.mesh.names.indexOf(a)], 1);
+  const stem = (a) => { const s = a.replace(/\d+$/, ""); return data.mesh.names.includes(s) ? s : a; };
+  function together(axes) {
+    const stems = [...new Set(axes.map(stem))];
+    return stems.map((s) => {
+      const some = ways(axes.filter((a) => stem(a) === s)), all = ways(data.mesh.names.filter((a) => stem(a) === s));
+      return some === all ? s : `${s} (${some} of ${all})`;
+    }).join("·");
+  }
+  /* A device's place in the mesh, axes of one name together. */
+  function located(at) {
+    const names = data.mesh.names, found = new Map();
+    names.forEach((a, k) => found.set(stem(a), (found.get(stem(a)) ?? 0) * data.mesh.sizes[k] + at[k]));
+    return [...found].map(([a, k]) => `${a} ${k}`).join(", ");
+  }
   function sum(xs) { return xs.reduce((a, b) => a + b, 0); }
   function total(i) { return sum(nodes[i].cost); }
 
@@ -116,7 +132,7 @@ function explorer(root) {
 
   /* A split without some dims. "pending" is for partial sums of gradients, "state" for the optimizer's state. */
   const without = (split, ...dims) => Object.fromEntries(Object.entries(split).filter(([d]) => !dims.includes(d)));
-  const words = (split) => Object.entries(without(split, "pending")).map(([d, axes]) => `${d} over ${axes.join("·")}`).join(", ") || "not split";
+  const words = (split) => Object.entries(without(split, "pending")).map(([d, axes]) => `${d} over ${together(axes)}`).join(", ") || "not split";
   function grid(head, body) {
     return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": head[0] }, el("table", {},
       el("thead", {}, el("tr", {}, ...head.map((h, k) => el("th", { scope: "col", class: k > 1 ? "n" : "" }, h)))),
@@ -158,7 +174,7 @@ function explorer(root) {
       stages ? el("h3", {}, "In the stages") : null,
       stages ? grid(["split", "stages"], inStages(i)) : null,
       n.moves.length ? el("h3", {}, "Collectives and their reasons") : null,
-      n.moves.length ? grid(["why", "between", "bytes", stages ? "times, all ranks" : "times", "a step"], n.moves.map((m) => [moves[m].why, moves[m].axes.join("·"), bytes(moves[m].bytes), count(moves[m].times), cost(moves[m].cost)])) : null,
+      n.moves.length ? grid(["why", "between", "bytes", stages ? "times, all ranks" : "times", "a step"], n.moves.map((m) => [moves[m].why, together(moves[m].axes), bytes(moves[m].bytes), count(moves[m].times), cost(moves[m].cost)])) : null,
       n.work.length ? el("h3", {}, "Work of one device") : null,
       n.work.length ? grid(["pass", "work", "GFLOP", "bytes", "a step"], n.work.map((w) => [w.phase, `${w.kind} ${w.dtype}`, Number((w.flops / 1e9).toPrecision(3)).toLocaleString("en"), bytes(w.bytes), cost(w.cost)])) : null,
       weights.length ? el("h3", {}, "Its parameters") : null,
@@ -272,10 +288,10 @@ function explorer(root) {
     });
     const at = place(device), mine = splits[rankOf(device)];
     const where = [stages ? `rank ${rankOf(device)}: ${stagesText(rankOf(device))}` : "", host > 1 && host < D ? `host ${Math.floor(device / host)}` : ""].filter(Boolean).join("; ");
-    const who = `Device ${device}${where ? ` (${where})` : ""}, at ${names.map((a, k) => `${a} ${at[k]}`).join(", ")}`;
+    const who = `Device ${device}${where ? ` (${where})` : ""}, at ${located(at)}`;
     said.textContent = !mine ? `${who}: ${v.absent ?? "has none of this"}.`
       : v.sends ? `${who}: sends to and receives from ${some(others)}, at the same place in their ranks.`
-      : v.axes ? `${who}: communicates with ${others.length ? some(others) : "no other device"} over ${v.axes.join("·")}.`
+      : v.axes ? `${who}: communicates with ${others.length ? some(others) : "no other device"} over ${together(v.axes)}.`
       : `${who}: ${v.verb} ${shard(mine, at).text}; ${others.length ? `the same as ${some(others)}` : `no other device${stages ? " of its rank" : ""} does`}.`;
     canvas.setAttribute("aria-label", `${count(D)} devices; arrow keys go from device to device. ${v.text}`);
   }

@@ -20,8 +20,13 @@ def bar(parts: Iterable[tuple[str, float]], whole: float) -> str:
 def table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, searched: bool = False) -> str:
     """A table that scrolls if it is too wide. A title that ends in '>' marks a column of numbers, '|' one of bars.
 
+    A column in which no row says anything is left out.
+
     searched: whether readers can search and sort it. The page then needs the widget "tables".
     """
+    given = [tuple(row) for row in rows]
+    used = [not given or any(row[k] for row in given) for k in range(len(head))]
+    head = [h for h, u in zip(head, used, strict=True) if u]
     kinds = ["n" if h.endswith(">") else "b" if h.endswith("|") else "" for h in head]
     titles = (h.rstrip(">|") for h in head)
     out = [
@@ -33,8 +38,9 @@ def table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, sea
         ),
         "</thead><tbody>",
     ]
-    for row in rows:
-        out.append("<tr>" + "".join(f"<td class='{k}'>{c}" for c, k in zip(row, kinds, strict=True)))
+    for row in given:
+        cells = (c for c, u in zip(row, used, strict=True) if u)
+        out.append("<tr>" + "".join(f"<td class='{k}'>{c}" for c, k in zip(cells, kinds, strict=True)))
     return "\n".join([*out, "</tbody></table></div>"])
 
 

@@ -1,7 +1,8 @@
 /* The timeline: streams as rows and what ran on them as boxes, with zoom and search. Each element with data-timeline names its data. */
 function timeline(root, spec) {
   const ROW = 26, AXIS = 24, GAP = 2;
-  const groups = spec.streams, left = () => (root.clientWidth < 600 ? 74 : 130);
+  const groups = spec.streams, longest = Math.max(...groups.map((s) => s.name.length));
+  const left = () => (root.clientWidth < 600 ? Math.min(Math.max(74, 8 + 6.6 * longest), 130) : 130);
   let from = 0, to = spec.end, wanted = "", at = null; // at: [stream, index]
   const canvas = el("canvas", {
     tabindex: "0", role: "application", "aria-roledescription": "timeline",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pase.ir.types import PRODUCTS
 from pase.plan.answer import axes_text, name_in_words
 from pase.plan.table import bytes_text, cost_text
-from pase.plan.types import PlanData
+from pase.plan.types import NodePlan, PlanData
 from pase.questions.explain import Explanation
 
 __all__ = ["reasons"]
@@ -43,9 +43,20 @@ def _axes(plan: PlanData) -> Iterator[str]:
     size = plan.mesh.by_name
     for (dim, share), axes in alike.items():
         ways = math.prod(size[a] for a in axes)
-        what = f"Dimension {dim}" if dim else "Nothing"
+        what = _dim_words(dim, heavy) if dim else "Nothing"
         over = f"{axes_text(axes, plan.mesh)}, {ways} ways,"
         yield f"{what} is split over {over} in products that take {share} of the time of all products."
+
+
+_DIMS = {"b": "b (the batch)", "s": "s (the sequence)"}
+
+
+def _dim_words(dim: str, products: Sequence[NodePlan]) -> str:
+    """The dim of that letter, with what it is or, for dims of a layer's own, the layer that takes longest."""
+    if dim in _DIMS:
+        return f"Dimension {_DIMS[dim]}"
+    longest = max((n for n in products if n.split.get(dim)), key=lambda n: n.cost.compute)
+    return f"Dimension {dim} (size {longest.sizes[dim]:,} in {longest.name})"
 
 
 def _storage(plan: PlanData) -> Iterator[str]:
@@ -99,11 +110,13 @@ def _best_baseline(plan: PlanData) -> Iterator[str]:
 
 def _more_text(more: float) -> str:
     """
-    >>> _more_text(0.1234), _more_text(0.00002), _more_text(0.0)
-    ('costs 12.34% more', 'costs less than 0.01% more', 'is as good')
+    >>> _more_text(0.1234), _more_text(0.00002), _more_text(0.0), _more_text(4.118)
+    ('costs 12.34% more', 'costs less than 0.01% more', 'is as good', 'costs 5.1 times as much')
     """
     if more <= _TIE:
         return "is as good"
+    if more >= 1:
+        return f"costs {1 + more:.2g} times as much"
     return f"costs {more:.2%} more" if more >= 0.0001 else "costs less than 0.01% more"
 
 

@@ -18,7 +18,7 @@ from pase.plan.answer import answer, axes_text, mesh_text, name_in_words, split_
 from pase.plan.step_memory import StepMemory, step_memory
 from pase.plan.table import bytes_text, cost_text, devices_text, layer_rows, misfit_text
 from pase.plan.types import PlanData, TensorPlan
-from pase.questions.explain import Explanation, whole_time
+from pase.questions.explain import Cause, Explanation, whole_time
 from pase.questions.reasons import reasons
 from pase.questions.report_data import explorer_data, priced_step
 from pase.questions.report_pipeline import drawn_schedule, stages_table
@@ -123,13 +123,16 @@ def _lead(e: Explanation) -> str:
 
 
 def _devices(e: Explanation) -> str:
-    """The devices by the names and the nodes that people know: 32 devices of h100x8 (4 nodes of 8)."""
+    """The devices by the names and the nodes that people know: 32 NVIDIA H100 SXM5 80GB (4 nodes of 8)."""
     plan = e.plan
-    each = None if e.machine is None else e.machine.levels[0].ways
-    nodes = ""
-    if each and plan.devices > each and plan.devices % each == 0:
-        nodes = f" ({plan.devices // each:,} nodes of {each})"
-    return f"{devices_text(plan)} of {plan.machine}{nodes}"
+    if e.machine is None:
+        return f"{devices_text(plan)} of {plan.machine}"
+    each, nodes = e.machine.levels[0].ways, ""
+    if each and plan.devices % each == 0:
+        count = plan.devices // each
+        nodes = f" ({count:,} node{'s' * (count > 1)} of {each})"
+    used = f"{plan.devices:,}" + (f" of {plan.devices + plan.idle:,}" if plan.idle else "")
+    return f"{used} {e.machine.device.name}{nodes}"
 
 
 _FIRST_STRATEGIES = 5
@@ -151,7 +154,7 @@ def _strategies(plan: PlanData) -> str:
                 f"×{cost / plan.cost:.3g}" if plan.cost else "",
                 bytes_text(plan.memory.total if name == "this plan" else plan.baseline_memory[name])
                 + (" <span class='warn'>too much</span>" if name in plan.too_large else "")
-                if name == "this plan" or name in plan.baseline_memory
+                if plan.baseline_memory and (name == "this plan" or name in plan.baseline_memory)
                 else "",
                 bar([("ours" if name == "this plan" else "other", cost)], most),
             )
@@ -178,18 +181,28 @@ def _strategies(plan: PlanData) -> str:
 def _causes(e: Explanation) -> str:
     whole = whole_time(e.causes)
     most = max((c.cost for c in e.causes), default=0.0)
-    rows = (
-        (
-            escape(c.what),
-            cost_text(c.cost, e.plan.unit),
-            f"{c.cost / whole:.1%}" if c.cost > 0 else "",
-            bytes_text(c.nbytes) if c.group == "communication" and c.cost > 0 else "",
-            bar([(c.group, c.cost)], most),
-        )
-        for c in e.causes
-    )
     head = ["cause", "time>", "share>", "bytes a device>", "|"]
-    return key(_PARTS) + table("Where the time goes", head, rows)
+
+    def listed(label: str, some: Sequence[Cause]) -> str:
+        rows = (
+            (
+                escape(c.what),
+                cost_text(c.cost, e.plan.unit),
+                f"{c.cost / whole:.1%}" if c.cost > 0 else "",
+                bytes_text(c.nbytes) if c.group == "communication" and c.cost > 0 else "",
+                bar([(c.group, c.cost)], most),
+            )
+            for c in some
+        )
+        return table(label, head, rows)
+
+    small = [c for c in e.causes if 0 <= c.cost < 1e-3 * whole]
+    out = key(_PARTS) + listed("Where the time goes", [c for c in e.causes if c not in small])
+    if small:
+        together = cost_text(sum(c.cost for c in small), e.plan.unit)
+        out += f"<details><summary>{len(small)} more, {together} together</summary>"
+        out += f"{listed('Small causes', small)}</details>"
+    return out
 
 
 def _about_model(plan: PlanData) -> str:
@@ -350,7 +363,7 @@ def _swings(e: Explanation, swings: list[Swing]) -> str:
     return text + table("Sensitivity", head, rows)
 
 
-_MOST_LAYERS = 40
+_MOST_LAYERS = 12
 
 
 def _layers(e: Explanation) -> str:

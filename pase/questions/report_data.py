@@ -10,7 +10,7 @@ from pase.ir.precision import rate_words
 from pase.plan.types import NodePlan, PlanData
 from pase.questions.explain import Explanation, roles, why
 from pase.questions.report_pipeline import stages_data
-from pase.tables.itemize import Collective
+from pase.tables.itemize import Collective, LocalWork
 
 __all__ = ["explorer_data", "priced_step"]
 
@@ -48,17 +48,7 @@ def explorer_data(e: Explanation) -> JsonObject:
                 "keeps": dict(n.keeps),
                 "recompute": n.kept_for_recompute,
                 "moves": sent.get(n.name, []),
-                "work": [
-                    {
-                        "phase": w.phase,
-                        "kind": w.kind,
-                        "dtype": rate_words(w.dtype),
-                        "flops": _short(w.flops * w.times),
-                        "bytes": _short(w.nbytes * w.times),
-                        "cost": _short(w.cost),
-                    }
-                    for w in n.work
-                ],
+                "work": _work(n.work),
                 "next": _next(e, n.name),
             }
             for n in plan.nodes
@@ -77,6 +67,24 @@ def explorer_data(e: Explanation) -> JsonObject:
             for c in plan.collectives
         ],
     }
+
+
+def _work(work: Sequence[LocalWork]) -> list[JsonObject]:
+    """What a device computes of a node: a row for each pass and kind of work."""
+    alike: dict[tuple[str, str, str], list[LocalWork]] = {}
+    for w in work:
+        alike.setdefault((w.phase, w.kind, w.dtype), []).append(w)
+    return [
+        {
+            "phase": phase,
+            "kind": kind,
+            "dtype": rate_words(dtype),
+            "flops": _short(sum(w.flops * w.times for w in some)),
+            "bytes": _short(sum(w.nbytes * w.times for w in some)),
+            "cost": _short(sum(w.cost for w in some)),
+        }
+        for (phase, kind, dtype), some in alike.items()
+    ]
 
 
 def _short(x: float) -> float:

@@ -96,7 +96,7 @@ def drawn_schedule(plan: PlanData) -> JsonObject | None:
         [
             ("forward", "compute"),
             ("backward", "backward"),
-            ("weights' gradients", "activations"),
+            ("weights' gradients", "weights"),
             ("hoisted, once a step", "update"),
         ],
         end_ns=round(stages.done.step_s * 1e9),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
+from pase.files.quantities import cost_text
 from pase.schedule.simulate import Evaluation, Interval
 from pase.schedule.types import ScheduleProblem
 
@@ -58,13 +59,16 @@ def _ends_ms(e: Evaluation) -> list[float]:
 def _title(e: Evaluation) -> str:
     late = f", updates up to {e.staleness} late" if e.staleness else ""
     return (
-        f"{e.policy}: {e.iteration_s * 1e3:.3f} ms an iteration, exposed {e.exposed_s * 1e3:.3f} ms, "
+        f"{e.policy}: {cost_text(e.iteration_s, 's')} an iteration, exposed {cost_text(e.exposed_s, 's')}, "
         f"{e.messages} message{'s' if e.messages != 1 else ''}{late}"
     )
 
 
-def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
-    """A self-contained page that compares the policies and has a searchable timeline with zoom for each."""
+def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation], date: str = "") -> str:
+    """A self-contained page that compares the policies and has a searchable timeline with zoom for each.
+
+    date: the day on which the page is made, for its title.
+    """
     from pase.pages.parts import bar, table
     from pase.pages.shell import Section, page
     from pase.pages.streams import timeline_mount
@@ -73,14 +77,15 @@ def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
     most = best[-1].iteration_s
     compared = table(
         "Policies compared",
-        ["policy", "iteration ms>", "exposed ms>", "messages>", "updates late>", "|"],
+        ["policy", "iteration>", "to the first>", "exposed>", "messages>", "updates late>", "|"],
         (
             (
                 html.escape(e.policy),
-                f"{e.iteration_s * 1e3:.3f}",
-                f"{e.exposed_s * 1e3:.3f}",
+                cost_text(e.iteration_s, "s"),
+                "" if e is best[0] else f"{e.iteration_s / best[0].iteration_s - 1:+.2%}",
+                cost_text(e.exposed_s, "s"),
                 str(e.messages),
-                str(e.staleness),
+                str(e.staleness or ""),
                 bar([("compute", e.compute_s), ("communication", e.iteration_s - e.compute_s)], most),
             )
             for e in best
@@ -90,14 +95,28 @@ def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
     timelines = {str(k): drawn_iteration(problem, e, span) for k, e in enumerate(best)}
     drawn = (f"<h3>{html.escape(_title(e))}</h3>{timeline_mount(str(k))}" for k, e in enumerate(best))
     return page(
-        title=f"Bucket plans for {problem.name}",
-        lead="<p>One steady iteration under each policy: the blocks of compute, and the messages on each link.</p>",
+        title=f"When gradients are sent: {problem.name}" + (f", {date}" if date else ""),
+        lead=f"<p class='verdict'>{html.escape(_verdict(best))}</p><p>One steady iteration under each policy: the "
+        "blocks of compute, and the messages on each link.</p>",
         sections=[
             Section(anchor="policies", title="Policies compared", body=compared),
             Section(anchor="timelines", title="The iteration under each policy", body="".join(drawn)),
         ],
+        foot="<p>All figures are simulated, not measured.</p>",
         widgets=("timeline",),
         data={"unit": "s", "timelines": timelines},
+    )
+
+
+def _verdict(best: Sequence[Evaluation]) -> str:
+    """Which policy is the fastest, and how much it saves against the others. best: fastest first."""
+    first, *others = best
+    text = f"{first.policy}: {cost_text(first.iteration_s, 's')} an iteration"
+    if not others:
+        return text
+    second, last = (others[k].iteration_s / first.iteration_s - 1 for k in (0, -1))
+    return f"{text}; {others[0].policy} takes {second:.1%} more" + (
+        f", and {others[-1].policy}, the slowest, {last:.1%} more" if len(others) > 1 else ""
     )
 
 
@@ -121,13 +140,15 @@ def drawn_iteration(problem: ScheduleProblem, e: Evaluation, span_ms: float = 0.
         streams,
         [("forward", "compute"), ("backward", "backward"), ("communication", "communication")],
         end_ns=round(max(_span_ms(e), span_ms) * 1e6),
-        hint=f"An iteration takes {e.iteration_s * 1e3:.4g} ms. Click a box, or use the arrow keys, to read it; drag "
-        "to move; Ctrl and the wheel, or two fingers, zoom.",
+        hint=f"An iteration takes {cost_text(e.iteration_s, 's')}. Click a box, or use the arrow keys, to read it; "
+        "drag to move; Ctrl and the wheel, or two fingers, zoom.",
     )
 
 
-def write_gantt(path: Path, problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> None:
-    """Write an .html or .png file, depending on the suffix of the path."""
+def write_gantt(
+    path: Path, problem: ScheduleProblem, evaluations: Sequence[Evaluation], date: str = ""
+) -> None:
+    """Write an .html or .png file, depending on the suffix of the path. date: as in ``as_html``."""
     if not evaluations:
         raise PaseError(
             "there is nothing to draw, because no policy applies",
@@ -135,7 +156,7 @@ def write_gantt(path: Path, problem: ScheduleProblem, evaluations: Sequence[Eval
             fix="choose other policies",
         )
     if path.suffix == ".html":
-        write_atomically(path, as_html(problem, evaluations))
+        write_atomically(path, as_html(problem, evaluations, date))
         return
     if path.suffix != ".png":
         raise PaseError(

@@ -13,7 +13,11 @@ from tests.pages.elements import Elements
 def test_charts_are_drawn() -> None:
     point = WorkPoint(intensity=10.0, rate=1e12, share=0.5, colour="compute", title="a & b", node=3)
     drawn = roofline([point], [Roof(name="peak", rate=1e13, bandwidth=1e12)])
-    assert Elements(drawn).found[0][0] == "svg" and "a &amp; b" in drawn and "data-node='3'" in drawn
+    assert (
+        [tag for tag, _ in Elements(drawn).found[:2]] == ["div", "svg"]
+        and "a &amp; b" in drawn
+        and "data-node='3'" in drawn
+    )
     stacked = areas([0.0, 1.0], [("x", "compute", [1.0, 2.0])], [("limit", 3.0)], label="l")
     assert Elements(stacked).found[0][1]["aria-label"] == "l"
 

@@ -242,8 +242,8 @@ def _overlap(s: Scene, x: Spending) -> list[Finding]:
             Finding(
                 kind="overlap",
                 title=(
-                    f"{calls} {name}(s) run while nothing computes, for {bare / 1e6:.2f} ms in the replay of a typical "
-                    "iteration"
+                    f"{calls} {'calls' if calls > 1 else 'call'} of {name}, while nothing computes for "
+                    f"{bare / 1e6:.2f} ms in the replay of a typical iteration"
                 ),
                 detail=_HIDE[name]
                 + " The gain is an upper bound: it needs compute that does not wait for them.",

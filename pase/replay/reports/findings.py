@@ -466,9 +466,8 @@ def _hot_ops(s: Scene) -> list[Finding]:
                 title=f"{_ms(on_path)} of the critical path is {user_name(t, g.names[name])}",
                 detail=(
                     # an op may be several: XLA clears a workspace before a product
-                    f"Device ops of this name per iteration and rank: {int(mine.sum()) // len(g.ranks)}. The cost of "
-                    "this finding is what running it twice as fast would save."
-                    + (less if 0 < cost < _HALF * on_path else "")
+                    "Running it twice as fast would save this. Device ops of this name per iteration and rank: "
+                    f"{int(mine.sum()) // len(g.ranks)}." + (less if 0 < cost < _HALF * on_path else "")
                 ),
                 cost_ns=cost,
                 evidence=s.tasks(first[np.argsort(-g.duration_ns[first])[:2]].tolist()),

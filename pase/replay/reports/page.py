@@ -33,14 +33,14 @@ _DRAWN = [
 _COMPUTE, _COMMUNICATION, _HOST, _CRITICAL = range(4)
 
 
-def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
-    """Returns the page as text. report: the values of ``diagnosis_report``."""
+def diagnosis_page(d: Diagnosis, report: JsonObject, date: str = "") -> str:
+    """Returns the page as text. report: the values of ``diagnosis_report``. date: when it is made, for its title."""
     drawn, left_out = _drawn(d)
     sections = [
         Section(
             anchor="time",
             title="Where the time goes",
-            body="".join(_where_time_goes(r) for r in report["ranks"]),
+            body=_where_time_goes(report["ranks"]),
         )
     ]
     if "plan" in report:
@@ -61,17 +61,42 @@ def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
         notes = "".join(f"<li>{html.escape(p)}" for p in report["problems"])
         sections.append(Section(anchor="notes", title="Notes on the traces", body=f"<ul>{notes}</ul>"))
     lead = (
-        f"<p><strong>{html.escape(report['headline'])}</strong></p>"
-        f"<p>The replay takes {cost_text(report['replayed_s'], 's')}. Each saving is this time minus that of a replay "
-        "without the cause; savings overlap. Times of evidence count from the beginning of the trace.</p>"
+        f"<p class='verdict'>{html.escape(_verdict(report))}</p>"
+        f"<p>{html.escape(report['headline'])} The replay takes {cost_text(report['replayed_s'], 's')}. Each saving is "
+        "this time minus that of a replay without the cause; savings overlap. Times of evidence count from the "
+        "beginning of the trace.</p>"
     )
     return page(
-        title=f"Why {Path(report['source']).name} takes {cost_text(report['measured_s'], 's')} an iteration",
+        title=_title(report) + (f", {date}" if date else ""),
         lead=lead,
         sections=sections,
+        foot="<p>Times are measured, from the traces. Savings are predicted, by replays of an iteration.</p>",
         widgets=("timeline", "tables"),
         data={"unit": "s", "timelines": {"iteration": drawn}},
     )
+
+
+def _title(report: JsonObject) -> str:
+    """How long an iteration takes, on which devices and of which run."""
+    ranks = len(report["ranks"])
+    devices = sorted({s["device"] for s in report["spent"] if s["device"]})
+    on = f"{ranks} rank{'s' * (ranks > 1)}" + (f" of {', '.join(devices)}" if devices else "")
+    return f"{Path(report['source']).name}: {cost_text(report['measured_s'], 's')} an iteration on {on}"
+
+
+def _verdict(report: JsonObject) -> str:
+    """What takes most of an iteration on some rank, and what would save most."""
+    parts = [(p["seconds"], r, p) for r in report["ranks"] for p in r["parts"] if r["measured_s"]]
+    said = ""
+    if parts:
+        seconds, r, p = max(parts, key=lambda x: x[0])
+        who = f"Rank {r['rank']}" if len(report["ranks"]) > 1 else "The device"
+        said = f"{who} spends {seconds / r['measured_s']:.0%} of its iteration {p['in_words']}. "
+    best = max(report["findings"], key=lambda f: f["cost_s"] or 0.0, default=None)
+    if best is None or not best["cost_s"]:
+        return f"{said}No change would save much."
+    saved = f"{cost_text(best['cost_s'], 's')}, {best['share']:.0%}"
+    return f"{said}Most would be saved here ({saved}): {best['title']}"
 
 
 def _finding(f: JsonObject, tested: bool) -> str:
@@ -83,30 +108,62 @@ def _finding(f: JsonObject, tested: bool) -> str:
     )
     where = "; ".join(
         f"rank {e['rank']}: {html.escape(e['name'][:90])} at {e['start_s'] * 1e3:.3f} ms for "
-        f"{e['seconds'] * 1e6:.1f} µs"
+        f"{cost_text(e['seconds'], 's')}"
         for e in f["evidence"]
     )
     return (
-        f"<div class='finding{'' if f['cost_s'] else ' remark'}'><span class='cost'>{cost}</span>"
-        f"<h3>{html.escape(f['title'])}</h3><p>{html.escape(f['detail'])}</p>"
+        f"<div class='finding{'' if f['cost_s'] else ' remark'}'><div>"
+        f"<h3>{html.escape(f['title'])}</h3><span class='cost'>{cost}</span></div>"
+        f"<p>{html.escape(f['detail'])}</p>"
         + (f"<p class='soft'>Evidence: {where}</p>" if where else "")
         + "</div>"
     )
 
 
-def _where_time_goes(r: JsonObject) -> str:
-    most = max((p["seconds"] for p in r["parts"]), default=0.0)
-    rows = (
+def _where_time_goes(ranks: list[JsonObject]) -> str:
+    """A table with a row for each part and a column for each rank; with one rank, its bars."""
+    shown = ranks[:_MOST_RANKS]
+    of: dict[str, dict[int, float]] = {}
+    for k, r in enumerate(shown):
+        for p in r["parts"]:
+            words = p["in_words"] + (f" ({p['what']})" if p["what"] else "")
+            of.setdefault(words, {})[k] = p["seconds"]
+    most = max((s for by_rank in of.values() for s in by_rank.values()), default=0.0)
+
+    def cell(k: int, seconds: float | None) -> str:
+        if seconds is None:
+            return ""
+        whole = shown[k]["measured_s"]
+        return cost_text(seconds, "s") + (f" <small>{seconds / whole:.1%}</small>" if whole else "")
+
+    longest = sorted(of.items(), key=lambda kv: -max(kv[1].values()))
+    one = len(shown) == 1
+    rows = [
         (
-            html.escape(p["in_words"] + (f" ({p['what']})" if p["what"] else "")),
-            cost_text(p["seconds"], "s"),
-            f"{p['seconds'] / r['measured_s']:.1%}" if r["measured_s"] else "",
-            bar([("compute", p["seconds"])], most),
+            html.escape(words),
+            *(cell(k, by_rank.get(k)) for k in range(len(shown))),
+            *([bar([("compute", by_rank[0])], most)] if one else []),
         )
-        for p in sorted(r["parts"], key=lambda p: -p["seconds"])
+        for words, by_rank in longest
+    ]
+    rows.append(
+        ("<b>an iteration</b>", *(f"<b>{cost_text(r['measured_s'], 's')}</b>" for r in shown), *[""] * one)
     )
-    title = f"Rank {r['rank']}: {cost_text(r['measured_s'], 's')}"
-    return f"<h3>{title}</h3>" + table(title, ["part", "time>", "share>", "|"], rows)
+    head = ["part", *(f"rank {r['rank']}>" for r in shown), *["|"] * one]
+    left = (
+        f"<p class='soft'>The first {len(shown)} of {len(ranks)} ranks.</p>"
+        if len(ranks) > len(shown)
+        else ""
+    )
+    return table("Where the time goes", head, rows) + left
+
+
+def _stream(name: str) -> str:
+    """
+    >>> _stream("7"), _stream("thread 1")
+    ('stream 7', 'thread 1')
+    """
+    return f"stream {name}" if name.isdigit() else name
 
 
 def _named(d: Diagnosis) -> dict[int, str]:
@@ -146,7 +203,7 @@ def _drawn(d: Diagnosis) -> tuple[JsonObject, str]:
         )
     drawn = drawn_streams(
         "Timeline of the replayed iteration",
-        {f"rank {g.devices[i].rank} {g.devices[i].name}": boxes for i, boxes in streams.items()},
+        {f"rank {g.devices[i].rank} {_stream(g.devices[i].name)}": boxes for i, boxes in streams.items()},
         _DRAWN,
         end_ns=round(r.makespan_ns),
         hint="Click a box, or use the arrow keys, to read it; drag to move; Ctrl and the wheel, or two fingers, zoom.",

@@ -203,5 +203,5 @@ def test_a_collective_hides_at_most_behind_the_compute_that_there_is() -> None:
         ]
         marks.append(Mark(rank=0, iteration=k, start_ns=zero, end_ns=zero + 500 * US))
     (f,) = found(from_events(events, marks=tuple(marks)), "overlap")
-    assert "1 all_reduce" in f.title and f.measured_ns == 300 * US
+    assert "1 call of all_reduce" in f.title and f.measured_ns == 300 * US
     assert f.cost_ns <= 200 * US
