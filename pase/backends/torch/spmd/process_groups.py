@@ -326,12 +326,18 @@ class AxisGroups(Arrays["Tensor"]):
         return self._sent(x, lambda w: self._ops().all_to_all_single(w, come, go, group))
 
     def _sent(self, x: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
-        """Send a tensor. Booleans are sent as bytes, because not every library can send them."""
+        """Send a tensor. Not every library can send every dtype: some are sent as bytes, complex numbers as pairs."""
         import torch
 
         wire = x.contiguous()
         if x.dtype == torch.bool:
             return self._waited(send(wire.view(torch.uint8))).view(torch.bool)
+        if x.is_complex():
+            return torch.view_as_complex(self._waited(send(torch.view_as_real(wire.resolve_conj()))))
+        narrow = x.dtype.is_floating_point and x.dtype.itemsize == 1
+        if narrow or x.dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+            made = self._waited(send(wire[..., None].view(torch.uint8)))
+            return made.view(x.dtype).squeeze(-1)
         return self._waited(send(wire))
 
     @staticmethod

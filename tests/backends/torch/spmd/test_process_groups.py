@@ -43,6 +43,30 @@ def test_groups_and_sums_that_do_not_exist_are_refused() -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "int8", "int16", "uint16", "uint32", "float8_e4m3fn", "bfloat16", "complex64", "complex128"],
+)
+def test_what_is_sent_has_a_dtype_that_nccl_and_gloo_can_send(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo has no all-to-all of complex numbers, and neither library sends short integers."""
+    import torch
+
+    monkeypatch.setattr(AxisGroups, "_waited", staticmethod(lambda x: x))
+    sent = []
+
+    def send(wire: Any) -> Any:
+        sent.append(wire.dtype)
+        return wire.flip(0)
+
+    x = torch.randn(4, 3, dtype=torch.complex64 if "complex" in dtype else torch.float32) * 9
+    x = x.abs().to(getattr(torch, dtype)) if "complex" not in dtype else x.to(getattr(torch, dtype)).conj()
+    assert torch.equal(at(0, 0, 0)._sent(x, send).flip(0).to(torch.complex128), x.to(torch.complex128))
+    assert sent[0] in (torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.torch
 def test_collectives_are_numpys_on_all_ranks() -> None:
     """[x, y, ways, 2] numbers: each group's ranks are an axis or both, and no rank outside of it takes part."""
     import torch
