@@ -233,6 +233,7 @@ CUMSUM = _add("cumsum", needs="nothing")
 _add("cumprod cummax cummin cumlogsumexp")
 SORT = _add("sort", 20.0)
 ARGSORT = _add("argsort", 20.0, needs="nothing", differentiable=False)
+BISECT = _add("bisect", needs="nothing", differentiable=False)
 TOP_K = _add("top_k", 10.0, needs="chosen")
 # Generated values.
 IOTA = _add("iota", needs="nothing", differentiable=False)

@@ -521,3 +521,18 @@ def _prelu(c: TorchCall) -> Value:
     slope = _a_channel(c, slope, len(x.shape)) if slope.elements > 1 else slope
     below = c.elementwise([x, slope], functions.MUL)
     return c.elementwise([c.elementwise([x, 0], FUNCTIONS["gt"]), below, x], functions.SELECT, dtype=x.dtype)
+
+
+@lowers(
+    "fake_quantize_per_tensor_affine_cachemask",
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+    "fake_quantize_per_channel_affine_cachemask",
+)
+def _fake_quantize(c: TorchCall) -> Sequence[Value | None]:
+    """Rounded to a grid, and back. The mask of what is inside the grid is for backward, which is the op's own."""
+    x = c.x()
+    grid = [v for v in (c.given["scale"], c.given["zero_point"]) if isinstance(v, Value)]
+    if "axis" in c.given:
+        behind = len(x.shape) - 1 - c.axis(c.arg("axis"), len(x.shape))
+        grid = [c.reshape(v, (*v.shape, *[1] * behind)) for v in grid]
+    return [c.elementwise([x, *grid], FUNCTIONS["fake_quantize"], dtype=c.out()[1]), None]

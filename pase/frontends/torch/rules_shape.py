@@ -402,3 +402,23 @@ def _histogram(c: TorchCall) -> Value:
     x = c.x()
     made = nests.opaque(c.b, c.op, [c.tensor(x)], [c.out()], flops=2.0 * x.elements, differentiable=False)
     return c.value(made[0])
+
+
+@lowers("searchsorted", "bucketize")
+def _places_in_order(c: TorchCall) -> Value:
+    """The place of each value in its sorted row. Rows may be split, and so may the values that share a single row."""
+    row = c.x("sorted_sequence" if c.op == "searchsorted" else "boundaries")
+    rank = len(row.shape) - 1
+    rows = [row] if (order := c.opt("sorter")) is None else [row, order]
+    values = [] if (x := c.opt("self")) is None else [x]
+    made = nests.batched(
+        c.b,
+        c.op,
+        c.tensors(*(rows if rank else []), *values),
+        [c.out()],
+        rank or len(c.shape_out),
+        flops=math.ceil(math.log2(row.shape[-1] + 1)) * (float(c.shape_out[-1]) if rank else 1.0),
+        whole=c.tensors(*([] if rank else rows)),
+        function=functions.BISECT,
+    )
+    return c.value(made[0])

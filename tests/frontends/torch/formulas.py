@@ -36,7 +36,29 @@ def formulas() -> dict[str, Any]:
         entropy = F.binary_cross_entropy(z.clamp(0, 1), (x > 0).to(z.dtype)) * 1e-12
         return norms + distances + whole + entropy + F.cosine_similarity(z, x).mean()
 
+    def sorted_places(m: Any, x: Any) -> Any:
+        """In rows of their own, in one row for all, and in a row in whose order another tensor is."""
+        rows, order = x.sort(-1)
+        own = torch.searchsorted(rows, m.w.detach(), right=True)
+        one = torch.searchsorted(rows[0], x) + torch.searchsorted(x, m.w.detach(), sorter=order)
+        grid = torch.bucketize(m.w, torch.linspace(-1, 1, 5, dtype=x.dtype))
+        return (m.w.gather(1, own.clamp(max=15)) + m.w[0][one % 16] + grid * m.w).square().mean()
+
+    def grids(m: Any, x: Any) -> Any:
+        """Rounded to one grid for all elements, to one that depends on the data, and to one for each row or column."""
+        y, scales, zeros = (
+            (m.w * x).float(),
+            torch.linspace(0.05, 0.2, 16),
+            torch.zeros(16, dtype=torch.int32),
+        )
+        one = torch.fake_quantize_per_tensor_affine(y, 0.1, 3, -8, 7)
+        widest = torch.fake_quantize_per_tensor_affine(y, x.abs().max().float() / 8, zeros[0], -8, 7)
+        rows, columns = (torch.fake_quantize_per_channel_affine(y, scales, zeros, i, -8, 7) for i in range(2))
+        return (one.double() @ widest.double() + rows.double() @ columns.double()).square().mean()
+
     return {
+        "sorted places": sorted_places,
+        "grids": grids,
         "edges": edges,
         "GRUCell": lambda m, x: m.gru(x, m.gru(x, m.w)).square().mean(),
         "LSTMCell": lambda m, x: torch.stack(m.lstm(x)).square().mean(),

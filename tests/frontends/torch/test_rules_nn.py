@@ -8,6 +8,7 @@ import pytest
 
 from pase.errors import PaseError
 from pase.frontends import registry
+from tests.frontends.torch.formulas import assert_unsharded
 
 pytestmark = pytest.mark.torch
 
@@ -85,3 +86,7 @@ def test_attention_reads_heads_that_queries_share_without_a_copy_for_each(read: 
     wide = {t.name for t in graph.tensors.values() if t.shape == (3, 2, 3, 5, 4)}
     assert bool(wide) == read
     assert k.name in kept(graph) and not wide & kept(graph).keys()
+
+
+def test_rounding_to_a_grid_is_that_of_the_unsharded_step() -> None:
+    assert_unsharded("grids")

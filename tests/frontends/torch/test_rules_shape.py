@@ -8,6 +8,7 @@ import pytest
 
 from pase.frontends import registry
 from pase.ir import simplify, verify
+from tests.frontends.torch.formulas import assert_unsharded
 
 pytestmark = pytest.mark.torch
 
@@ -50,3 +51,7 @@ def test_a_dim_is_split_exactly_if_halves_make_the_whole(name: str) -> None:
         halves = torch.cat([op(half) for half in x.chunk(2, dim)], dim)
         alike = halves.shape == op(x).shape and bool(torch.equal(halves, op(x)))
         assert alike == all(kinds[d] == "parallel" for d in walk.dims), (name, dim)
+
+
+def test_places_in_sorted_rows_are_those_of_the_unsharded_step() -> None:
+    assert_unsharded("sorted places")
