@@ -114,15 +114,10 @@ def reshard(
 def _text(placed: tuple[tuple[str, ...], ...], mesh: Mesh) -> str:
     """
     >>> from pase.machine import Mesh
-    >>> _text((("data",), ()), Mesh(names=("data",), sizes=(8,)))
-    'dim 0 over data=8'
+    >>> _text((("data",), ()), Mesh(names=("data", "data2"), sizes=(2, 4)))
+    'dim 0 over data (2 of 8)'
     """
-    size = mesh.by_name
-    return (
-        ", ".join(
-            f"dim {k} over {'·'.join(f'{a}={size[a]}' for a in axes)}"
-            for k, axes in enumerate(placed)
-            if axes
-        )
-        or "whole"
-    )
+    from pase.plan.answer import axes_text
+
+    split = (f"dim {k} over {axes_text(axes, mesh)}" for k, axes in enumerate(placed) if axes)
+    return ", ".join(split) or "whole"

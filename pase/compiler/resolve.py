@@ -110,6 +110,12 @@ def own_program(model: str) -> tuple[Any, ...]:
             fix=f"write a function that makes the model with these settings, and name it as {module}:NAME",
         )
     if not attribute or not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        if model.endswith(".json") and os.path.exists(model):
+            raise PaseError(
+                "it is a file of JSON, and a model is expected",
+                where=model,
+                fix="name the model itself, such as zoo:gpt2, or hf:./config.json for a configuration of transformers",
+            )
         raise PaseError(
             f"'{model}' is not a model",
             fix="write zoo:NAME (see 'pase zoo'), hf:CLASS (a class of transformers), a model file (.onnx, .keras, "

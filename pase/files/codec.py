@@ -22,6 +22,7 @@ from msgspec import UNSET, Meta, Struct, inspect, structs
 
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
+from pase.files.unreadable import unreadable
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -87,7 +88,7 @@ def read_json(path: str | Path, what: str, most_bytes: int) -> Any:
             raise PaseError(f"it has {size} bytes, but {what} has at most {most_bytes}", where=str(path))
         text = path.read_text(encoding="utf-8")
     except OSError as e:
-        raise PaseError(f"cannot read it: {e.strerror}", where=str(path)) from e
+        raise unreadable(path, e, what) from e
     except UnicodeDecodeError as e:
         raise PaseError(f"it is not text, but {what} is JSON in UTF-8", where=str(path)) from e
     return parse_json(text, str(path), "write it again, if it was cut off")

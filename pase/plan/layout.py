@@ -24,6 +24,7 @@ from pase.files.json_values import Json, JsonObject
 from pase.ir import Place, Remark
 from pase.machine import Mesh
 from pase.plan.accesses import EquationLayouts, Reading, distinct
+from pase.plan.answer import mesh_text, strategy_in_words
 from pase.plan.constraints import Route
 from pase.plan.layout_form import (
     SCHEMA,
@@ -283,9 +284,10 @@ def diff(a: PlanData, b: PlanData) -> list[str]:
         ("model", a.model, b.model, False),
         ("the model's graph has changed", a.graph_digest, b.graph_digest, variants or a.model != b.model),
         ("devices", a.devices, b.devices, False),
-        ("idle", a.idle, b.idle, False),
+        ("devices left idle", a.idle, b.idle, False),
         ("machine", a.machine, b.machine, False),
         ("the machine's figures have changed", a.machine_digest, b.machine_digest, a.machine != b.machine),
+        ("split", strategy_in_words(a), strategy_in_words(b), False),
     ):
         if was != now and not other:  # another line says why the digests differ
             out.append(f"{what}: {was} -> {now}")
@@ -296,7 +298,7 @@ def diff(a: PlanData, b: PlanData) -> list[str]:
             )
     mesh_a, mesh_b = (p.mesh.by_name for p in (a, b))
     if mesh_a != mesh_b:
-        out.append(f"mesh: {_mesh(mesh_a)} -> {_mesh(mesh_b)}")
+        out.append(f"mesh: {mesh_text(a.mesh)} -> {mesh_text(b.mesh)}")
     for what, left, right in (
         ("parameter", *_stored(a.parameters, b.parameters)),
         ("input", *_stored(a.inputs, b.inputs)),
@@ -326,10 +328,6 @@ _TITLES = {
 }
 
 
-def _mesh(sizes: Mapping[str, int]) -> str:
-    return " ".join(f"{a}={n}" for a, n in sizes.items())
-
-
 def _stored(
     a: Mapping[str, TensorPlan], b: Mapping[str, TensorPlan]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -344,7 +342,9 @@ def _stored(
 
 
 def _variant(x: Any) -> str:
-    """Return the value of an option as text. ``remat`` is a tuple of blocks."""
+    """Return the value of an option as text. ``remat`` is a tuple of blocks, ``padding`` has sizes of dims."""
+    if isinstance(x, Mapping):
+        return ", ".join(f"{size} as {padded}" for size, padded in x.items()) or "none"
     return f"{len(x)} blocks" if isinstance(x, tuple) else str(x)
 
 

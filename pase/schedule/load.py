@@ -7,6 +7,7 @@ from pathlib import Path
 from pase.errors import PaseError
 from pase.files.codec import parse_json
 from pase.files.quantities import parse_rate, parse_seconds
+from pase.files.unreadable import unreadable
 from pase.schedule.io import PROBLEM_SCHEMA, problem_from_json
 from pase.schedule.pipedream import looks_like_pipedream, read_pipedream
 from pase.schedule.types import Link, ScheduleProblem, SendTime
@@ -65,7 +66,10 @@ def load_problem(path: Path, *, links: tuple[Link, ...] = (), dataflow: bool = F
 
     Raises PaseError, which names the file and the place in it.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as e:
+        raise unreadable(path, e, "a layout, a problem or a profile") from e
     given = links or tuple(parse_link(x) for x in DEFAULT_LINKS)
     if looks_like_pipedream(text):
         return read_pipedream(text, given, name=path.name, dataflow=dataflow)

@@ -51,7 +51,7 @@ def test_a_loaded_plan_refuses_another_model(plan, tmp_path):
 
 def test_diff_names_what_differs():
     a, b = (pase.compile("zoo:mlp", devices=8, mesh=m, baselines=False) for m in ("data=8", "data=2,model=4"))
-    assert a.diff(b)[0] == "mesh: data=8 -> data=2 model=4"
+    assert "mesh: data=8 -> data=2  model=4" in a.diff(b)
     assert any(line.startswith("node ") for line in a.diff(b))
     assert a.diff(a) == []
     there = replace(
@@ -131,7 +131,7 @@ def test_garbage_files(tmp_path, content, message):
 
 
 def test_missing_file_and_folder(tmp_path, plan):
-    with pytest.raises(PaseError, match=r"nothing\.json: .*No such file"):
+    with pytest.raises(PaseError, match=r"nothing\.json: .*no such file"):
         pase.load(tmp_path / "nothing.json")
     with pytest.raises(PaseError, match=r"folder .*no.* does not exist"):
         plan.save(tmp_path / "no" / "folder.json")

@@ -69,7 +69,9 @@ def layout_timeline(path: Path) -> Timeline | None:
     t = d.get("timeline") if isinstance(d, dict) else None
     if not t:
         raise PaseError(
-            "this layout has no predicted timeline", where=str(path), fix="compile it again with a schedule"
+            "it is a layout, and no traces of a run",
+            where=str(path),
+            fix=f"pase explain {path} says where its predicted time goes; pase profile traces a run",
         )
     return from_json(t, f"{path}: timeline")
 

@@ -101,7 +101,7 @@ def _files(paths: list[Path]) -> tuple[list[Path], list[Problem]]:
     files: list[Path] = []
     for p in paths:
         if not p.exists():
-            raise PaseError("no such file or folder", where=str(p))
+            raise PaseError("there is no such file or folder", where=str(p), fix="check the path")
         if p.is_dir():
             every = sorted(f for f in p.rglob("*") if f.is_file() and f.name not in _IGNORED)
             found = [f for f in every if f.name.endswith(_SUFFIXES)]
