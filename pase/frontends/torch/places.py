@@ -16,7 +16,7 @@ from pase.frontends.torch.constants import applied
 from pase.frontends.torch.control import CONTROL
 from pase.frontends.torch.lower import place_of, source_of
 from pase.frontends.torch.types import FxNode
-from pase.frontends.torch.values import TorchOperand, TorchScope, arguments, op_name
+from pase.frontends.torch.values import TorchOperand, TorchScope, arguments, op_name, reads_contents
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,8 +163,7 @@ class _KnownContents:
         tags = getattr(n.target, "tags", ())
         if not isinstance(n.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in tags:
             return None
-        shaped = op_name(n).endswith("_like") or op_name(n).startswith("new_")  # reads no contents
-        operands = {m: _blank(_value(m)) if shaped else self.of(m) for m in n.all_input_nodes}
+        operands = {m: self.of(m) if reads_contents(n, m) else _blank(_value(m)) for m in n.all_input_nodes}
         if any(x is None for x in operands.values()):
             return None
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), operands.__getitem__)  # type: ignore[arg-type]

@@ -67,6 +67,15 @@ POINTWISE = {
     "erfinv": "erf_inv",
     "lgamma": "lgamma",
     "digamma": "digamma",
+    "polygamma": "polygamma",
+    "igamma": "igamma",
+    "igammac": "igammac",
+    "i0": "bessel_i0",
+    "special_i0e": "bessel_i0e",
+    "special_i1": "bessel_i1",
+    "special_i1e": "bessel_i1e",
+    "special_zeta": "zeta",
+    "nextafter": "nextafter",
     "xlogy": "xlogy",
     "floor": "floor",
     "ceil": "ceil",
@@ -386,6 +395,8 @@ _SEQUENTIAL = {
     "topk": "top_k",
     "kthvalue": "top_k",
     "median": "sort",
+    "nanmedian": "sort",
+    "mode": "sort",
     "multinomial": "random",
 }
 """Ops that process a dim in order."""
@@ -394,7 +405,7 @@ _SEQUENTIAL = {
 @lowers(*_SEQUENTIAL)
 def _sequential(c: TorchCall) -> Sequence[Value]:
     x = c.x()
-    if not x.shape or len(c.shape_out) != len(x.shape):
+    if not x.shape or not c.shape_out:
         made = nests.opaque(c.b, c.op, [c.tensor(x)], [s for s in c.outs if s], flops=20.0 * x.elements)
         return [c.value(t) for t in made]
     axis = c.axis(c.arg("dim", -1), len(x.shape))
@@ -404,5 +415,7 @@ def _sequential(c: TorchCall) -> Sequence[Value]:
     elif c.op in ("sort", "argsort"):
         parameters = Sort(axis=axis, descending=bool(c.arg("descending", False)))
     function, outs = FUNCTIONS[_SEQUENTIAL[c.op]], [s for s in c.outs if s]
+    if len(c.shape_out) < len(x.shape):  # one value of the dim is chosen, and the dim is gone
+        outs = [((*shape[:axis], 1, *shape[axis:]), dtype) for shape, dtype in outs]
     made = nests.sequential(c.b, function, [c.tensor(x)], axis, outs, name=c.op, parameters=parameters)
-    return [c.value(t) for t in made]
+    return [c.reshape(c.value(t), s[0]) for t, s in zip(made, (s for s in c.outs if s), strict=True)]

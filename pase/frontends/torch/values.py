@@ -36,6 +36,7 @@ __all__ = [
     "dtype_of",
     "one_kernel",
     "op_name",
+    "reads_contents",
     "shared_heads",
     "specs_of",
 ]
@@ -92,6 +93,18 @@ def op_name(n: FxNode) -> str:
     """The name of a call's op, with its library unless that is aten; for a higher-order op, its target's name."""
     schema = getattr(n.target, "_schema", None)
     return str(n.target) if schema is None else str(schema.name).removeprefix("aten::")
+
+
+_LIKE_ANOTHER = frozenset({"expand_as", "reshape_as", "type_as", "view_as"})
+"""Ops that give their first operand the shape or the dtype of their second one."""
+
+
+def reads_contents(n: FxNode, operand: FxNode) -> bool:
+    """Whether an op reads an operand's contents, and not only its shape and dtype."""
+    name = op_name(n)
+    if name in _LIKE_ANOTHER:
+        return operand is n.args[0]
+    return not name.endswith("_like") and not name.startswith("new_")
 
 
 def shared_heads(v: Value) -> Value | None:

@@ -438,6 +438,34 @@ def _pdist(x: Tensor, p: float = 2.0) -> Tensor:
     return torch.linalg.vector_norm(x.index_select(0, i) - x.index_select(0, j), p, -1)
 
 
+@_always("diagonal_scatter.default")
+def _diagonal_put(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    import torch
+    from torch.nn.functional import pad
+
+    x = x.movedim((dim1, dim2), (-2, -1))
+    rows, columns = (torch.arange(n, device=x.device) for n in x.shape[-2:])
+    there = columns[None, :] == rows[:, None] + offset
+    first = max(0, -offset)
+    each = pad(src, (first, x.shape[-2] - first - src.shape[-1]))[..., None]
+    return torch.where(there, each, x).movedim((-2, -1), (dim1, dim2))
+
+
+@_always("index_reduce.default")
+def _index_reduce(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    at = index.view(-1, *[1] * (x.dim() - 1 - dim % x.dim())).expand_as(source)
+    return x.scatter_reduce(dim, at, source, reduce, include_self=include_self)
+
+
+@_always("addbmm.default")
+def _added_products(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    import torch
+
+    return beta * x + alpha * torch.bmm(a, b).sum(0)
+
+
 @WRITTEN.register("linalg_vector_norm.default")
 def _norm(n: FxNode) -> Callable[..., Tree] | None:
     """A norm by powers. PyTorch's decomposition of the others (maxima, counts, single numbers) has its derivatives."""
@@ -630,10 +658,30 @@ def _strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int 
     return at
 
 
+def _by_rows(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> int:
+    """How many first dims a strided view shares with its array: each of their rows has its own part of the view, so
+    that they can be split."""
+    own = 0
+    for n, m, step, own_step in zip(size, x.shape, stride, x.stride(), strict=False):
+        if (n, step) != (m, own_step):
+            break
+        own += 1
+    while own and (offset or 0) + _reach(size[own:], stride[own:]) >= math.prod(x.shape[own:]):
+        own -= 1
+    return own
+
+
+def _reach(size: Sequence[int], stride: Sequence[int]) -> int:
+    """How far the last element of a strided view is behind its first."""
+    return sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
 @WRITTEN.register("as_strided.default")
 def _as_strided(n: FxNode) -> Callable[..., Tree] | None:
     def how(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tree:
-        return x.reshape(-1).index_select(0, _strided(x, size, stride, storage_offset)).reshape(size)
+        own = _by_rows(x, size, stride, storage_offset)
+        at = _strided(x, size[own:], stride[own:], storage_offset)
+        return x.reshape(*x.shape[:own], -1).index_select(own, at).reshape(size)
 
     return how if _in_order_of_storage(n) else None
 
@@ -647,7 +695,28 @@ def _as_strided_scatter(n: FxNode) -> Callable[..., Tree] | None:
         stride: Sequence[int],
         storage_offset: int | None = None,
     ) -> Tree:
-        at = _strided(x, size, stride, storage_offset)
-        return x.reshape(-1).index_copy(0, at, src.reshape(-1)).reshape(x.shape)
+        own = _by_rows(x, size, stride, storage_offset)
+        at = _strided(x, size[own:], stride[own:], storage_offset)
+        lead = x.shape[:own]
+        return x.reshape(*lead, -1).index_copy(own, at, src.reshape(*lead, -1)).reshape(x.shape)
 
     return how if _in_order_of_storage(n) else None
+
+
+@WRITTEN.register("unfold.default")
+def _unfolded(n: FxNode) -> Callable[..., Tree] | None:
+    """Windows of a dim. Those that do not overlap are a view."""
+
+    def how(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
+        import torch
+
+        dim = dimension % x.dim()
+        many = (x.shape[dim] - size) // step + 1
+        if size == step:
+            windows = x.narrow(dim, 0, many * size)
+        else:
+            at = torch.arange(many, device=x.device)[:, None] * step + torch.arange(size, device=x.device)
+            windows = x.index_select(dim, at.reshape(-1))
+        return windows.unflatten(dim, (many, size)).movedim(dim + 1, -1)
+
+    return how if n.args[0].meta["val"].dim() else None

@@ -56,7 +56,56 @@ def formulas() -> dict[str, Any]:
         rows, columns = (torch.fake_quantize_per_channel_affine(y, scales, zeros, i, -8, 7) for i in range(2))
         return (one.double() @ widest.double() + rows.double() @ columns.double()).square().mean()
 
+    def like_another(m: Any, x: Any) -> Any:
+        """Constants that take the shape or the dtype of data."""
+        y, n = m.w * x, torch.arange(256)
+        y = y + n[:16].type_as(x) * n.view_as(x) + n.reshape_as(m.w)
+        rows = (n[:16] % 4)[:, None].expand_as(x)
+        return y.scatter_add(0, rows, y).gather(1, rows).square().mean() / 1e9
+
+    def chosen(m: Any, x: Any) -> Any:
+        """One element of each row, or column, by its order."""
+        of_rows = (m.w * x).kthvalue(3, 1)[0] + (m.w - x).nanmedian(1)[0] + (m.w * x).mode(1)[0]
+        return (of_rows + (m.w + x).median(0)[0] * (m.w + x).kthvalue(2, 0, keepdim=True)[0]).square().mean()
+
+    def frames(m: Any, x: Any) -> Any:
+        """Windows that overlap and windows that do not, along either dim, and strides into each row."""
+        y = (m.w * x).contiguous()
+        windows = y.unfold(1, 6, 3).square().mean() + (y.unfold(0, 4, 4) * torch.arange(4)).square().mean()
+        strided = y.as_strided((16, 3, 4), (16, 4, 2), 1) * torch.arange(4)
+        waves = torch.stft(y, 8, 3, window=x[0, :8].abs(), return_complex=True).abs()
+        return windows + strided.square().mean() + waves.mean()
+
+    def diagonals(m: Any, x: Any) -> Any:
+        y = m.w * x
+        y.diagonal(2).add_(x[0, :14])
+        y.fill_diagonal_(3.0)
+        tall = torch.diagonal_scatter(m.w[:, :12] + x[:, :12], x[1, :12], -4)
+        return y.square().mean() + tall.square().mean()
+
+    def reduced(m: Any, x: Any) -> Any:
+        y, rows, to = m.w * x, torch.arange(16) % 4, torch.ones(5, 16, dtype=x.dtype)
+        every = [
+            to.index_reduce(0, rows, y, how, include_self=own).square().mean()
+            for how in ("amax", "mean", "prod")
+            for own in (True, False)
+        ]
+        return sum(every) + to.T.index_reduce(1, rows, y, "amin").mean()
+
     return {
+        "like another": like_another,
+        "chosen": chosen,
+        "frames": frames,
+        "diagonals": diagonals,
+        "index reduce": reduced,
+        "addbmm": lambda m, x: (
+            torch.addbmm(x[:4, :4], (m.w + x).view(16, 4, 4), (m.w * x).view(16, 4, 4), beta=0.5, alpha=0.1)
+            .square()
+            .mean()
+        ),
+        "bessel": lambda m, x: (
+            torch.polygamma(1, m.w.abs() + 1) + torch.i0(m.w) + torch.special.i1e(x * m.w)
+        ).mean(),
         "sorted places": sorted_places,
         "grids": grids,
         "edges": edges,

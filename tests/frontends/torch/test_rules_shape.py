@@ -53,5 +53,43 @@ def test_a_dim_is_split_exactly_if_halves_make_the_whole(name: str) -> None:
         assert alike == all(kinds[d] == "parallel" for d in walk.dims), (name, dim)
 
 
-def test_places_in_sorted_rows_are_those_of_the_unsharded_step() -> None:
-    assert_unsharded("sorted places")
+@pytest.mark.some(3)
+@pytest.mark.parametrize("kind", ["sorted places", "like another", "frames", "diagonals", "index reduce"])
+def test_the_step_is_the_unsharded_one(kind: str) -> None:
+    assert_unsharded(kind)
+
+
+@pytest.mark.parametrize(
+    "name", ["unfold", "overlapping", "strided", "written", "waves", "kthvalue", "median", "searchsorted"]
+)
+def test_examples_of_a_batch_do_not_meet(name: str) -> None:
+    """Each op on rows of their own can be split over the batch."""
+    import torch
+
+    def written(x: Any) -> Any:
+        y = x.clone()
+        y.as_strided((7, 4), (12, 2), 1).mul_(2)
+        return y
+
+    ops = {
+        "unfold": lambda x: x.unfold(1, 4, 4),
+        "overlapping": lambda x: x.unfold(1, 4, 2),
+        "strided": lambda x: x.as_strided((7, 4, 2), (12, 2, 3), 1),
+        "written": written,
+        "waves": lambda x: torch.stft(x, 6, 2, window=torch.ones(6), return_complex=True).abs(),
+        "kthvalue": lambda x: x.kthvalue(3)[0],
+        "median": lambda x: x.median(1)[0],
+        "searchsorted": lambda x: torch.searchsorted(x.sort(1)[0], x) * x,
+    }
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = torch.nn.Linear(12, 12)
+
+        def forward(self, x: Any) -> Any:
+            return ops[name](self.inside(x)).square().mean()
+
+    kinds = ("gather", "scatter", "sequential", "opaque")
+    for n in registry.trace(Model(), torch.randn(7, 12)).graph.nodes:
+        assert n.kind not in kinds or any((d.size, d.kind) == (7, "parallel") for d in n.space), n.name

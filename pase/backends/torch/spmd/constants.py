@@ -19,7 +19,7 @@ from pase.backends.torch.spmd.values import NotOnParts, steps_from
 from pase.frontends.common.values import Value
 from pase.frontends.torch.constants import applied
 from pase.frontends.torch.types import FxNode
-from pase.frontends.torch.values import TorchScope, op_name
+from pase.frontends.torch.values import TorchScope, reads_contents
 
 if TYPE_CHECKING:
     import torch
@@ -133,14 +133,14 @@ class Constants:
                 return applied(n, args, kwargs, self.device)
 
     def _operand(self, m: FxNode, reader: FxNode) -> Tensor:
-        """An operand. If it depends on data, the reader may use only its shape, as zeros_like and randn_like do."""
+        """An operand. Of data, the reader may use only the shape and dtype, as zeros_like and type_as do."""
         import torch
 
         if not self.index.decided(m):
             return self.of(m)
         value = self.index.values.get(reader)
         filled = isinstance(value, Value) and value.note == ("filled",)
-        if not filled and not op_name(reader).endswith("_like"):
+        if not filled and reads_contents(reader, m):
             raise NotOnParts(f"{reader.target} is a constant in the plan, but it reads data")
         like = m.meta["val"]
         return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)

@@ -32,7 +32,9 @@ def graph() -> tuple[Any, dict[str, Any]]:
         "doubled": g.call_function(aten.mul.Tensor, (buffer, 2)),
         "zeros": g.call_function(aten.zeros_like.default, (x,)),
         "drawn": g.call_function(aten.rand.default, ([4],)),
+        "typed": g.call_function(aten.type_as.default, (buffer, x)),
         "reads": g.call_function(aten.neg.default, (x,)),
+        "reads typed": g.call_function(aten.type_as.default, (x, buffer)),
     }
     return g, made
 
@@ -64,8 +66,11 @@ def test_of_data_only_the_shape_may_be_read() -> None:
     c = constants(g, made)
     zeros = c.of(made["zeros"])
     assert zeros.tolist() == [0, 0, 0] and str(zeros.dtype) == "torch.float64"
-    with pytest.raises(NotOnParts, match="is a constant in the plan, but it reads data"):
-        c.of(made["reads"])
+    typed = c.of(made["typed"])
+    assert typed.tolist() == [1, 2] and str(typed.dtype) == "torch.float64"
+    for name in ("reads", "reads typed"):
+        with pytest.raises(NotOnParts, match="is a constant in the plan, but it reads data"):
+            c.of(made[name])
     with pytest.raises(NotOnParts, match="'x' is not an operand"):
         c.of(made["x"])
 
