@@ -19,7 +19,7 @@ from pase.compiler.meshes.ties import least_stored
 from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.compiler.problem.spent import Spent
-from pase.compiler.problem.variants import Variant, untried, variants
+from pase.compiler.problem.variants import Candidate, Variant, untried, variants
 from pase.compiler.stages.pipelines import search_pipelines
 from pase.compiler.stages.plans import plan_staged
 from pase.compiler.unfused import noted_unfused
@@ -75,7 +75,7 @@ class Compilation:
     written: the problem of the step as the model has it. first: that of its first variant, as the options have it.
         problem: that of the variant that was chosen.
     limit: bytes that a device may hold; None: any number.
-    tries: the variants of the step, in groups by number of micro-batches. over: the meshes to search.
+    tries: the variants of the step with their graphs, in groups by number of micro-batches. over: the meshes to search.
     found: the cheapest strategy. misfit: why nothing fits in memory, if the plan may be larger than the limit.
     rivals: the baselines.
     proven: what the answer is proven over, for the plan.
@@ -86,7 +86,7 @@ class Compilation:
     first: SplitProblem
     problem: SplitProblem
     limit: float | None = None
-    tries: Sequence[Sequence[Variant]] = ()
+    tries: Sequence[Sequence[Candidate]] = ()
     over: Sequence[Mesh] = ()
     spent: Spent = field(default_factory=Spent)
     found: Found | None = None
@@ -170,8 +170,10 @@ def run_passes(
 def _variants(a: Compilation) -> Compilation:
     q = a.question
     limit = q.options.limit_bytes(a.problem.machine)
-    tries = list(variants(q.traced, a.problem.graph, q.options, limit is not None))
-    problem = a.problem if tries[0][0] == Variant() else a.problem.varied(q.traced, tries[0][0])
+    groups = variants(q.traced, a.problem.graph, q.options, limit is not None)
+    tries = [[Candidate(traced=q.traced, variant=v) for v in group] for group in groups]
+    first = tries[0][0]
+    problem = a.problem if first.variant == Variant() else a.problem.on(first)
     seconds = {"trace": q.tracing_s}
     spent = Spent.within(q.options.work, q.options.time_limit, q.start)
     over = problem.meshes(q.options.mesh, q.options.max_axes)
@@ -182,7 +184,7 @@ def _variants(a: Compilation) -> Compilation:
 
 @_pass("search", "the cheapest strategy over all meshes, without a memory limit")
 def _search(a: Compilation) -> Compilation:
-    problem, found = cheapest_free(a.problem, a.tries[0], a.question.traced, a.over, a.question.say, a.limit)
+    problem, found = cheapest_free(a.problem, a.tries[0], a.over, a.question.say, a.limit)
     return replace(a, problem=problem, found=found)
 
 
@@ -192,9 +194,7 @@ def _fit(a: Compilation) -> Compilation:
         return a
     q = a.question
     try:
-        problem, found = fit_variants(
-            a.problem, a.strategy, a.tries, q.traced, a.over, a.limit, a.spent, q.say
-        )
+        problem, found = fit_variants(a.problem, a.strategy, a.tries, a.over, a.limit, a.spent, q.say)
     except Infeasible as e:
         if q.options.memory_limit != "machine":  # a size that the user states must be met
             raise Infeasible(_with_untried(a, e.what), where=e.where, fix=e.fix) from None
@@ -205,7 +205,8 @@ def _fit(a: Compilation) -> Compilation:
 def _with_untried(a: Compilation, why: str) -> str:
     """Return why nothing fits, with the ways to take less memory that were not tried."""
     q = a.question
-    left = untried(q.traced, a.problem.graph, a.tries, q.options)
+    tried = [[c.variant for c in group] for group in a.tries]
+    left = untried(q.traced, a.problem.graph, tried, q.options)
     return f"{why}. {left}" if left else why
 
 
@@ -379,7 +380,7 @@ def compilation_text(a: Compilation) -> str:
 
         return as_text(replace(a.plan, seconds={}), every_layer=True)  # no times, so that two runs are equal
     if a.found is None:
-        tries = [f"variant {v}" for group in a.tries for v in group]
+        tries = [f"variant {c.variant}" for group in a.tries for c in group]
         meshes = [f"mesh {'×'.join(map(str, m.sizes))}" for m in a.over]
         return "\n".join([to_text(a.problem.graph, sources=False).rstrip(), *tries, *meshes])
     s, m = a.found.solution, a.found.mesh

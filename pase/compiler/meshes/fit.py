@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from pase.compiler.meshes.baselines import memory_of
 from pase.compiler.meshes.search import Found, add_seconds, closed, search_meshes
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.compiler.problem.spent import Spent
-from pase.compiler.problem.variants import Variant
+from pase.compiler.problem.variants import Candidate
 from pase.errors import Infeasible
 from pase.files.progress import PieceOfWork
 from pase.frontends.registry import NotInParts
@@ -35,9 +35,6 @@ from pase.search.elimination.priced import effort_of
 from pase.search.types import Effort
 from pase.tables import CostTables
 
-if TYPE_CHECKING:
-    from pase.frontends.registry import Traced
-
 __all__ = ["cheapest_free", "fit_limit", "fit_more", "fit_variants"]
 
 
@@ -46,13 +43,12 @@ class _Footprint(NamedTuple):
 
     nbytes: float
     mesh: Mesh
-    variant: Variant
+    candidate: Candidate
 
 
 def cheapest_free(
     problem: SplitProblem,
-    group: Sequence[Variant],
-    traced: Traced,
+    group: Sequence[Candidate],
     over: Sequence[Mesh],
     say: Progress,
     limit: float | None = None,
@@ -65,18 +61,18 @@ def cheapest_free(
     gather has only one micro-batch to overlap with. Nothing else can be cheaper.
 
     problem: that of the first variant of the first group.
-    group: the variants among which to choose.
+    group: the candidates among which to choose.
     limit: in bytes, for the caller's later search. If the first variant's answer does not fit it, the gap between this
         answer and its bound may stay open, because another answer will be searched for.
     """
     first, overlaps = problem.variant, problem.pricing.occupied is not None
-    others = [v for v in group if v.hoisted != first.hoisted and replace(v, hoisted=first.hoisted) == first]
-    others = [v for v in others if overlaps or v.hoisted != "none"]
+    others = [c for c in group if c.variant != first and replace(c.variant, hoisted=first.hoisted) == first]
+    others = [c for c in others if overlaps or c.variant.hoisted != "none"]
     found = search_meshes(problem, over, say, close=bool(others) or limit is None)
     if limit is not None and memory_of(problem, found.configs, found.mesh).total <= limit:
         found = closed(problem, over, found)
-    for v in others:
-        other_problem = problem.varied(traced, v)
+    for candidate in others:
+        other_problem = problem.on(candidate)
         other = search_meshes(other_problem, over, say)
         bounds = {m: min(b, other.bounds[m]) for m, b in found.bounds.items()}
         seconds = add_seconds(found.seconds, other.seconds)
@@ -91,8 +87,7 @@ def cheapest_free(
 def fit_variants(
     problem: SplitProblem,
     free: Found,
-    tries: Sequence[Sequence[Variant]],
-    traced: Traced,
+    tries: Sequence[Sequence[Candidate]],
     over: Sequence[Mesh],
     limit: float,
     spent: Spent,
@@ -105,7 +100,7 @@ def fit_variants(
     them. The strategy's ``seconds`` are the sum over all searches.
 
     problem, free: the results of ``cheapest_free``. If ``free`` fits, it is the answer.
-    tries: the variants, in groups by number of micro-batches.
+    tries: the candidates, in groups by number of micro-batches.
     over: the meshes.
     spent: counts the work, which is limited.
     """
@@ -119,13 +114,15 @@ def fit_variants(
     for group in tries:
         promising = False
         try:
-            for variant in group:
+            for candidate in group:
                 if best is not None and spent.over():
                     all_tried = False
                     break
-                piece = PieceOfWork(f"trying {variant}", next(numbers), sum(map(len, tries)), most=True)
-                first = variant == problem.variant
-                p = problem if first else problem.varied(traced, variant)
+                piece = PieceOfWork(
+                    f"trying {candidate.variant}", next(numbers), sum(map(len, tries)), most=True
+                )
+                first = candidate.variant == problem.variant
+                p = problem if first else problem.on(candidate)
                 needs = cache(partial(_least_memory, p))
                 below = float("inf") if best is None else best[1].solution.cost
                 # A variant works at least as much as the step as written, whose bound on a mesh therefore holds for it.
@@ -146,7 +143,7 @@ def fit_variants(
                         best = (p, done.found)
                 if best is None:
                     smallest = min(over, key=needs)
-                    least.append(_Footprint(needs(smallest), smallest, variant))
+                    least.append(_Footprint(needs(smallest), smallest, candidate))
         except NotInParts as e:
             say(str(e))
             refused = e.what
@@ -154,7 +151,7 @@ def fit_variants(
         if best is not None and (not all_tried or not promising):
             break
     if best is None:
-        more = list(_needs_on_more(problem, traced, least, limit))
+        more = list(_needs_on_more(problem, least, limit))
         raise _nothing_fits(least, limit, problem.devices, more, refused)
     if not all_tried:  # a variant that was not tried takes no less than the first one without the limit
         bound = min(bound, free.solution.bound)
@@ -558,10 +555,10 @@ def _least_memory(problem: SplitProblem, mesh: Mesh) -> float:
 
 
 def _needs_on_more(
-    problem: SplitProblem, traced: Traced, least: Sequence[_Footprint], limit: float
+    problem: SplitProblem, least: Sequence[_Footprint], limit: float
 ) -> Iterator[tuple[int, float]]:
     """Yield (devices, least bytes) of the smallest variant on 2, 4, … 64 times the devices, until it fits."""
-    p = problem.varied(traced, min(least, key=lambda n: n.nbytes).variant)
+    p = problem.on(min(least, key=lambda n: n.nbytes).candidate)
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(p, devices=factor * p.devices, graph=replace(p.graph, fixed={}))
         try:
@@ -586,7 +583,7 @@ def _nothing_fits(
     more: (devices, least bytes) of the smallest variant on more devices. refused: why more micro-batches were not
     tried; "" if they were.
     """
-    nbytes, mesh, variant = min(least, key=lambda n: n.nbytes)
+    nbytes, mesh, candidate = min(least, key=lambda n: n.nbytes)
     enough = next((n for n, b in more if b <= limit), None)
     if enough is not None:
         fix = f"use {enough} devices, on which it may fit, or a smaller batch"
@@ -597,7 +594,7 @@ def _nothing_fits(
     shape = "×".join(map(str, mesh.sizes))
     return Infeasible(
         f"no strategy found that fits {limit / 2**30:.4g} GiB per device on {devices} devices: each needs at least "
-        f"{nbytes / 2**30:.4g} GiB ({variant}, mesh {shape}){refused and '. More micro-batches were not tried: '}"
-        f"{refused}",
+        f"{nbytes / 2**30:.4g} GiB ({candidate.variant}, mesh {shape})"
+        f"{refused and f'. More micro-batches were not tried: {refused}'}",
         fix=fix,
     )

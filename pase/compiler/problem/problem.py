@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pase.compiler.problem.variants import Variant, graph_of
+from pase.compiler.problem.variants import Candidate, Variant
 from pase.errors import Infeasible, PaseError
 from pase.frontends.registry import NotInParts
 from pase.ir import FixedLayout, Remark
@@ -119,11 +119,15 @@ class SplitProblem:
         )
 
     def varied(self, traced: Traced, variant: Variant) -> SplitProblem:
-        """Return the same problem for another way to run the step.
+        """Return the same problem for another way to run the step of this model. See ``on``."""
+        return self.on(Candidate(traced=traced, variant=variant))
+
+    def on(self, candidate: Candidate) -> SplitProblem:
+        """Return the same problem for a candidate's way to run the step.
 
         Raises NotInParts if a micro-batch cannot be split in the layout that the user fixed for the batch.
         """
-        graph = _limited(graph_of(traced, variant), self.graph.fixed)
+        variant, graph = candidate.variant, _limited(candidate.graph, self.graph.fixed)
         own = _own_mesh(graph)
         if own is not None and (why := why_not(graph, own)) is not None:
             raise NotInParts(f"in {variant.accumulate} micro-batches, {why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pase.errors import PaseError
@@ -30,7 +31,16 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
-__all__ = ["ProductPrecision", "Variant", "check_replicas", "graph_of", "recomputed", "untried", "variants"]
+__all__ = [
+    "Candidate",
+    "ProductPrecision",
+    "Variant",
+    "check_replicas",
+    "graph_of",
+    "recomputed",
+    "untried",
+    "variants",
+]
 
 ProductPrecision = Literal["model", "fp8"]
 """The precision of products with weights: the model's own, or eight bits."""
@@ -78,6 +88,19 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
     if not variant.gathers_again:
         return whole
     return gathering_again(replace(whole, facts=replace(whole.facts, frees_gathered=True)))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A variant of a model's step and its graph, which is made when it is first needed: that takes long, and most
+    searches end before the last variant."""
+
+    traced: Traced
+    variant: Variant
+
+    @cached_property
+    def graph(self) -> Graph:
+        return graph_of(self.traced, self.variant)
 
 
 def check_replicas(traced: Traced, micro_batches: int) -> None:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir.blocks import Block
 
-__all__ = ["Candidate", "TablesMade", "menu_of", "search_candidate"]
+__all__ = ["PipelineCandidate", "TablesMade", "menu_of", "search_candidate"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
+class PipelineCandidate:
     """A number of ranks, a number of micro-batches, a mesh, and an arrangement of the ranks on device groups.
 
     least: seconds that none of its pipelines beats.
@@ -123,7 +123,7 @@ def menu_of(
     return made(tables, len(place.ranks), micro_batches, place.limits, place.numbers, place.between, schedule)
 
 
-def search_candidate(c: Candidate, below: float) -> tuple[Staged | None, StageMenu]:
+def search_candidate(c: PipelineCandidate, below: float) -> tuple[Staged | None, StageMenu]:
     """Return the candidate's best pipeline that takes less than ``below``, and the menu that it is from.
 
     Only schedules are searched whose first stages take less than the best so far. Gathers and sums in each micro-batch

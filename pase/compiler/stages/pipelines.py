@@ -19,7 +19,7 @@ from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import variants
-from pase.compiler.stages.candidates import Candidate, TablesMade, menu_of, search_candidate
+from pase.compiler.stages.candidates import PipelineCandidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stages.chain_places import divided
 from pase.compiler.stages.device_groups import arrangements, groups_of, rank_meshes
 from pase.compiler.stages.replica_split import ReplicaSplit, search_replica_split
@@ -88,7 +88,7 @@ def search_pipelines(
     out.tried = len(candidates)
     out.seconds["tables"] = time.perf_counter() - began
     began = time.perf_counter()
-    searched = list[tuple[Candidate, StageMenu]]()
+    searched = list[tuple[PipelineCandidate, StageMenu]]()
     for i, c in enumerate(candidates):
         if c.least >= below * (1 - 1e-9):
             break
@@ -147,7 +147,7 @@ def search_pipelines(
 
 def _candidates(
     problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, out: Pipelines
-) -> Iterator[Candidate]:
+) -> Iterator[PipelineCandidate]:
     """Yield the candidates, those with the fewest micro-batches per rank first, until half of the work is spent;
     at least one."""
     if problem.model.unit != "s":
@@ -189,7 +189,7 @@ def _candidates(
             )
         )
         least = menu_of(made.all(some[:1], mesh, place.groups), m, place).least_s()
-        yield Candidate(
+        yield PipelineCandidate(
             ranks=ranks,
             micro_batches=m,
             mesh=mesh,

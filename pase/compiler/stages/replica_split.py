@@ -21,7 +21,7 @@ from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import Variant, check_replicas, variants
-from pase.compiler.stages.candidates import Candidate, TablesMade, menu_of, search_candidate
+from pase.compiler.stages.candidates import PipelineCandidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stages.chain_places import divided
 from pase.compiler.stages.device_groups import Arrangement, RankGroup, groups_of, rank_meshes
 from pase.compiler.stages.menu import StageTables
@@ -265,7 +265,7 @@ class _OnOneGroup:
                 if least[i] >= top * (1 - 1e-9):
                     break
                 ranks, mesh = shape = self.shapes[i]
-                candidate = Candidate(
+                candidate = PipelineCandidate(
                     ranks=ranks,
                     micro_batches=micro_batches,
                     mesh=mesh,
