@@ -1,12 +1,14 @@
 """The time of matrix products on a GPU whose file has ``[device.products]``.
 
 A library has hundreds of product kernels and chooses among them. What they have in common suffices: the result is
-divided into squares of 64 x 64 (TF32: 64 x 256), a compute unit takes one after the other, and the contraction
-proceeds by 128 bytes of each operand's row. Thus the time has
+divided into tiles, a compute unit takes one after the other, and the contraction proceeds by 128 bytes of each
+operand's row. Thus the time has
 
-- whole waves of squares over the units: 133 squares take two waves of 132 units;
-- a square's arithmetic, and the write of its result, during which its unit multiplies nothing;
-- for products of few squares, a contraction that is divided among units, whose float32 partial sums are written, read
+- whole waves of tiles over the units: 133 tiles take two waves of 132 units;
+- a tile's arithmetic, or, if that takes longer, the way of its operands to the unit: a small tile reads as many bytes
+  for fewer multiplications, a large one wastes more at the edges and in the last wave. The fastest tile is taken;
+- the write of a tile's result, during which its unit multiplies nothing;
+- for products of few tiles, a contraction that is divided among units, whose float32 partial sums are written, read
   and added up;
 - the operands' and the result's way through memory, which overlaps with the arithmetic, but not perfectly: the time of
   both together is the cube root of the sum of their cubes (1.26 times either if both take equally long);
@@ -17,7 +19,7 @@ Products of float32 that keep all bits of their factors run on the vector units 
 a part of 8 x 8, so a unit has 128 x 128 of the result, four squares, under way at once: it takes the time of three
 squares until it multiplies at its rate. These products do not bring a card to its power limit.
 
-Four constants of a card and a rate of each dtype are fitted to a public table of some 20,000 products (the file names
+Five constants of a card and a rate of each dtype are fitted to a public table of some 20,000 products (the file names
 it), and the part that is left at the power limit to the table's longest products or to products that were timed within
 a model. A third of the rows is kept back from the fit. ``python -m bench.kernels`` compares.
 """
@@ -35,18 +37,24 @@ __all__ = ["product_s"]
 
 
 class _Division(NamedTuple):
-    """How a result is divided: rows and columns of a unit's part, and in how many parts a contraction may be."""
+    """How a result may be divided.
 
-    rows: int
-    columns: int
+    tiles: rows and columns of a unit's part; the fastest is taken.
+    splits: in how many parts a contraction may be.
+    """
+
+    tiles: tuple[tuple[int, int], ...]
     splits: tuple[int, ...]
 
 
-_SQUARES = _Division(64, 64, (1, 2, 4, 8, 16, 32))
-"""Larger squares, or several sizes, fit the tables no better."""
-_SQUARES_OF_TF32 = _Division(64, 256, (1, 2, 4))
-"""Kernels of TF32 have larger parts and hardly divide a contraction. On an H100, this prices 42 products with a median
-error of 13%, where ``_SQUARES`` does with 28%, and with 40 to 70% those of few squares and a long contraction, as
+_SPLITS = (1, 2, 4, 8, 16, 32)
+_TILES = _Division(((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128)), _SPLITS)
+"""Further sizes fit the tables no better."""
+_SQUARES = _Division(((64, 64),), _SPLITS)
+"""For cards whose units never wait for operands: a larger tile would only waste more."""
+_TILE_OF_TF32 = _Division(((64, 256),), (1, 2, 4))
+"""Kernels of TF32 have larger tiles and hardly divide a contraction. On an H100, this prices 42 products with a median
+error of 13%, where ``_SQUARES`` does with 28%, and with 40 to 70% those of few tiles and a long contraction, as
 weights' gradients are. Convolutions do divide theirs. Other cards are assumed to do as an H100 does."""
 
 ROW_BYTES = 128
@@ -89,12 +97,20 @@ def product_s(
     """
     kernels = device.products
     assert kernels is not None  # the caller chose this for a device that has them
-    squares = _SQUARES_OF_TF32 if dtype == "float32" and not window else _SQUARES
-    work = flops / rate if mnk is None else _units_s(device, kernels, squares, rate, dtype, flops, mnk)
+    work = flops / rate
+    if mnk is not None:
+        work = _units_s(device, kernels, _division(device, dtype, window), rate, dtype, flops, mnk)
     throttled = 1.0 if steady else work / (work + THROTTLED_AFTER_S)
     work = work * (1 + (1 / device.left_at_limit(dtype) - 1) * throttled)
     moving = nbytes / (device.memory_bandwidth_bytes_per_s * kernels.memory)
     return np.asarray(kernels.start_s + np.cbrt(work**_OVERLAP + moving**_OVERLAP))
+
+
+def _division(device: Device, dtype: str, window: bool) -> _Division:
+    if dtype == "float32" and not window:
+        return _TILE_OF_TF32
+    waits = device.products is not None and device.products.operand_bytes_per_s is not None
+    return _TILES if waits and not device.multiplies_on_vector_units(dtype) else _SQUARES
 
 
 def _units_s(
@@ -106,24 +122,28 @@ def _units_s(
     flops: np.ndarray,
     mnk: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> np.ndarray:
-    """Seconds of the units, for the best division of the contraction."""
+    """Seconds of the units, for the fastest tile and the best division of the contraction."""
     m, n, k = (np.maximum(x, 1.0) for x in mnk)
     units = max(device.compute_units, 1)
     batch = flops / (2 * m * n * k)
-    rows, columns = division.rows, division.columns
-    squares = batch * np.ceil(m / rows) * np.ceil(n / columns)
     itemsize = operand_bytes(dtype)
     filling = FILL_SQUARES if device.multiplies_on_vector_units(dtype) else 0
     deep = ROW_BYTES / itemsize
-    deep_s = 2.0 * rows * columns * deep * units / rate
-    written = np.minimum(m, rows) * np.minimum(n, columns) * max(itemsize, LEAST_OUTPUT_BYTES)
-    write_s = written / kernels.output_bytes_per_s
     # Four bytes of each partial sum are written, and read again.
     partial_s = 2 * 4 * batch * m * n / (2 * device.memory_bandwidth_bytes_per_s * kernels.memory)
-    best = (filling + np.ceil(squares / units)) * (np.ceil(k / deep) * deep_s + write_s)
-    for split in division.splits[1:]:
-        seconds = (filling + np.ceil(squares * split / units)) * (
-            np.ceil(k / (split * deep)) * deep_s + write_s
-        )
-        best = np.minimum(best, seconds + kernels.split_s + split * partial_s)
+    splits = [
+        (split, np.ceil(k / (split * deep)), kernels.split_s + split * partial_s if split > 1 else 0.0)
+        for split in division.splits
+    ]
+    best = np.inf
+    for rows, columns in division.tiles:
+        tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
+        deep_s = 2.0 * rows * columns * deep * units / rate
+        if kernels.operand_bytes_per_s is not None:
+            deep_s = np.maximum(deep_s, (rows + columns) * ROW_BYTES / kernels.operand_bytes_per_s)
+        written = np.minimum(m, rows) * np.minimum(n, columns) * max(itemsize, LEAST_OUTPUT_BYTES)
+        write_s = written / kernels.output_bytes_per_s
+        for split, steps, more_s in splits:
+            waves = filling + np.ceil(tiles * split / units)
+            best = np.minimum(best, waves * (steps * deep_s + write_s) + more_s)
     return np.asarray(best)

@@ -123,6 +123,8 @@ class ProductKernels:
     steady: the fraction of ``rate`` that is left where product follows product, at the card's power limit.
     start_s: the time until a kernel is busy, its launch included.
     output_bytes_per_s: the rate at which a unit writes its part of the result, and multiplies nothing meanwhile.
+    operand_bytes_per_s: the rate at which a unit receives its operands' parts, of which smaller tiles need more bytes;
+        None if it never limits a unit.
     split_s: the additional time of a product whose contraction is divided among several units.
     memory: the fraction of the memory bandwidth that products reach.
     """
@@ -132,6 +134,7 @@ class ProductKernels:
     output_bytes_per_s: Positive
     split_s: NotNegative
     memory: Share
+    operand_bytes_per_s: Positive | None = None
     steady: Share = 1.0
     unaligned: dict[str, Share] = field(default_factory=dict)
 

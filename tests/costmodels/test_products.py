@@ -146,3 +146,33 @@ def test_measured_products_of_a_dtype_replace_the_model():
     model = Analytic(replace(h100, device=replace(h100.device, matmul_tables=(table,))))
     assert seconds(model, "bfloat16", 128, 128, 128) == pytest.approx(2 * 128**3 / 1e12, rel=1e-6)
     assert seconds(model, "float32", 128, 128, 128) == seconds(Analytic(h100), "float32", 128, 128, 128)
+
+
+def _waiting(operand_bytes_per_s: float | None) -> Analytic:
+    h100 = load("h100x8")
+    kernels = ProductKernels(
+        rate={"bfloat16": 1.0},
+        start_s=0.0,
+        output_bytes_per_s=1e15,
+        operand_bytes_per_s=operand_bytes_per_s,
+        split_s=1.0,
+        memory=1.0,
+    )
+    device = replace(h100.device, products=kernels, memory_bandwidth_bytes_per_s=1e18)
+    return Analytic(replace(h100, device=device))
+
+
+@pytest.mark.parametrize("rows, columns", [(128, 256), (256, 128), (64, 128), (64, 64)])
+def test_a_unit_that_waits_for_operands_takes_the_largest_tile_that_divides_the_result(rows, columns):
+    """Every unit has a tile of this size: it receives (rows + columns) operand rows of 2 bytes an element."""
+    units, k, rate = load("h100x8").device.compute_units, 4096, 1e9
+    got = seconds(_waiting(rate), "bfloat16", rows * units, columns, k)
+    assert got == pytest.approx((rows + columns) * 2 * k / rate, rel=1e-6)
+
+
+def test_units_that_never_wait_take_the_time_of_their_arithmetic():
+    machine = load("h100x8")
+    m, n, k = 256 * machine.device.compute_units, 128, 4096
+    arithmetic = 2.0 * m * n * k / machine.device.peak_flops["bfloat16"]
+    for rate in (None, 1e15):
+        assert seconds(_waiting(rate), "bfloat16", m, n, k) == pytest.approx(arithmetic, rel=1e-3)
