@@ -163,14 +163,16 @@ def _waiting(operand_bytes_per_s: float | None) -> Analytic:
 
 
 @pytest.mark.parametrize("rows, columns", [(128, 256), (256, 128), (64, 128), (64, 64)])
-def test_a_unit_that_waits_for_operands_takes_the_largest_tile_that_divides_the_result(rows, columns):
+def test_a_unit_that_waits_for_operands_takes_the_largest_tile_that_divides_the_result(
+    rows: int, columns: int
+) -> None:
     """Every unit has a tile of this size: it receives (rows + columns) operand rows of 2 bytes an element."""
     units, k, rate = load("h100x8").device.compute_units, 4096, 1e9
     got = seconds(_waiting(rate), "bfloat16", rows * units, columns, k)
     assert got == pytest.approx((rows + columns) * 2 * k / rate, rel=1e-6)
 
 
-def test_units_that_never_wait_take_the_time_of_their_arithmetic():
+def test_units_that_never_wait_take_the_time_of_their_arithmetic() -> None:
     machine = load("h100x8")
     m, n, k = 256 * machine.device.compute_units, 128, 4096
     arithmetic = 2.0 * m * n * k / machine.device.peak_flops["bfloat16"]
