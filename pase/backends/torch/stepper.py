@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pase.backends.torch.local_update import on_local_parts
 from pase.plan.gradient_check import GradientCheck
 from pase.pytree import Tree
 
@@ -56,5 +57,6 @@ class TorchStep:
             self.result = checked(self.parallel, batch)
         self.optimizer.zero_grad()
         loss = self.parallel.backward(*batch)
-        self.optimizer.step()
+        with on_local_parts(self.optimizer):
+            self.optimizer.step()
         return loss
