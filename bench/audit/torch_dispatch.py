@@ -9,7 +9,9 @@ included, but not the ``waits``, which start no kernel; the ratio ``with_waits``
 among ours. The ratio ``besides_edges`` is of ours without them. ``saved``: bytes of the storages that autograd keeps
 for backward, without parameters, buffers and the batch (a rank's part is a view of it); on several ranks, against the
 whole batch's divided by the ranks. ``step``: milliseconds on the CPU, where these tiny models are mostly Python and
-dispatch. Writes bench/results/torch_dispatch.json.
+dispatch. ``fsdp2``: what a rank of PyTorch's own ``fully_shard`` dispatches, waits and profiler marks left out, and
+``of_fsdp2`` ours / its. It shards the module as one group, so it sends as few messages as ours. Its batch norms are
+those of a rank's own examples, and send nothing. Writes bench/results/torch_dispatch.json.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ from bench.processes import forks_of, row_apart
 from bench.runner import Benchmark
 
 MODELS = ("GPT-2", "Llama", "BERT", "ViT", "T5", "ResNet")
-AGAIN = "FSDP, gathered again"
+FSDP, AGAIN = "FSDP", "FSDP, gathered again"
 STRATEGIES = {
     "one rank": ("ours", 1),
     "data parallel": ("data_parallel", 4),
-    "FSDP": ("fsdp", 4),
+    FSDP: ("fsdp", 4),
     AGAIN: ("fsdp", 4),
     "Megatron": ("megatron/megatron_2x2", 4),
     "ours": ("ours@2x2", 4),
 }
 """Strategy -> its name as in ``bench.cases.plans.Case``, and the number of devices. Under ``AGAIN``, backward gathers
 parameters again, as FSDP2 does by default; otherwise they are kept, and count as saved, from forward to backward."""
-SHOWN = ("ops", "with_waits", "besides_edges", "saved", "step", "refused", "error")
+SHOWN = ("ops", "with_waits", "besides_edges", "of_fsdp2", "saved", "step", "refused", "error")
 """The figures of a row's line."""
 CPU_S, MEMORY, STEPS = 300, 24 << 30, 5
 
@@ -86,6 +88,30 @@ def saved(run: Callable[[], object], without: Collection[Any]) -> int:
     return found[0]
 
 
+def counted(run: Callable[[], object]) -> dict[str, int]:
+    """Returns the dispatched ops of ``run``, which has run before, and those among them that wait or send."""
+    ops = dispatched(run)
+    waits = sum(n for op, n in ops.items() if "wait_tensor" in op)
+    marks = sum(n for op, n in ops.items() if op.startswith("profiler."))
+    sent = sum(n for op, n in ops.items() if "c10d" in op) - waits
+    return {"ops": ops.total() - waits - marks, "waits": waits, "edges": sent}
+
+
+def of_fsdp2(module: Any, batch: dict[str, Any], again: bool) -> dict[str, int]:
+    """Returns the counts of a rank's forward and backward under ``fully_shard``. again: whether backward gathers
+    again."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = fully_shard(copy.deepcopy(module), reshard_after_forward=again)
+
+    def run() -> None:
+        net(**batch).loss.backward()
+
+    run()
+    run()  # its first step prepares what later ones use
+    return counted(run)
+
+
 def compared(module: Any, batch: dict[str, Any], strategy: str) -> dict[str, Any] | None:
     """Returns ours and PyTorch's counts. None if the strategy does not apply to the model."""
     from pase import machine
@@ -119,16 +145,16 @@ def compared(module: Any, batch: dict[str, Any], strategy: str) -> dict[str, Any
             ("ours", ours, [*local, *given]),
         ):
             run()  # makes the first gradients, and records our program
-            ops = dispatched(run)
-            waits = sum(n for op, n in ops.items() if "wait_tensor" in op)
-            sent = sum(n for op, n in ops.items() if "c10d" in op) - waits
-            counts = {"ops": ops.total() - waits, "waits": waits, "edges": sent}
-            out[name] = {**counts, "saved": saved(run, own)}
+            out[name] = {**counted(run), "saved": saved(run, own)}
             began = time.perf_counter()
             for _ in range(STEPS):
                 run()
             out[name]["step_ms"] = round((time.perf_counter() - began) / STEPS * 1e3, 2)
-    a, b = out["ours"], out["pytorch"]
+        a, b = out["ours"], out["pytorch"]
+        if strategy in (FSDP, AGAIN):
+            mine = {k: v.chunk(devices)[0] for k, v in batch.items()}
+            out["fsdp2"] = of_fsdp2(module, mine, again=strategy == AGAIN)
+            out["of_fsdp2"] = round(a["ops"] / out["fsdp2"]["ops"], 3)
     return out | {
         "ops": round(a["ops"] / b["ops"], 3),
         "with_waits": round((a["ops"] + a["waits"]) / b["ops"], 3),

@@ -52,7 +52,7 @@ EXPECTED_MIN = {
     "racks": 7.0,
     "levels": 1.0,
     "pipelines": 9.0,
-    "frameworks": 6.0,
+    "frameworks": 24.0,
 }
 """Minutes of a full run on two cores; each part prints details when it starts."""
 
@@ -73,7 +73,7 @@ def main() -> int:
         option("--models", help="strategies, replay: only these, comma-separated"),
         option("--calibrate-s", type=float, default=45.0, help="seconds for each network"),
         option("--mbit", type=float, help="strategies, frameworks: only on networks with this rate"),
-        option("--hosts", type=int, help="strategies: only on networks with this many hosts"),
+        option("--hosts", type=int, help="strategies, frameworks: only on networks with this many hosts"),
         option("--batches", default="0,1", choices=("0", "1", "0,1"), help="0: small, 1: large"),
         option("--rates", help="buckets, torch: only these coverage rates, comma-separated"),
         option("--iterations", type=int, default=12, help="buckets, torch, replay: iterations of each run"),
@@ -240,7 +240,9 @@ def _compared(args: argparse.Namespace, session: Session) -> list[tuple[str, str
 
         return measured
 
-    networks = [t for t in frameworks.NETWORKS if args.mbit in (None, t.host_mbit)]
+    networks = [
+        t for t in frameworks.NETWORKS if args.mbit in (None, t.host_mbit) and args.hosts in (None, t.hosts)
+    ]
     return [("frameworks", f", {t.name}", step(t)) for t in networks]
 
 

@@ -130,7 +130,7 @@ def test_every_part_gets_its_turn_before_the_larger_networks(tmp_path):
     took = [f"{p} of {t.split()[1]} hosts" if p == "strategies" else p for p, t, _ in steps]
     assert list(dict.fromkeys(took)) == order and {p for p, _, _ in steps} == set(PARTS) == set(EXPECTED_MIN)
     networks = {p: len({t for q, t, _ in steps if q == p}) for p in PARTS}
-    several = {"strategies": len(strategies.FULL), "pipelines": len(strategies.STAGED), "frameworks": 2}
+    several = {"strategies": len(strategies.FULL), "pipelines": len(strategies.STAGED), "frameworks": 4}
     assert networks == dict.fromkeys(PARTS, 1) | several
     # One part alone is that part alone.
     assert [p for p, _, _ in _steps(Args(), Session(folder=tmp_path), ["lowerings"])] == ["lowerings"]
