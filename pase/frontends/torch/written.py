@@ -364,7 +364,7 @@ def _in_order(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """The elements that a mask selects become the elements of the source, in order."""
     import torch
 
-    mask = mask.expand_as(x)
+    x, mask = torch.broadcast_tensors(x, mask)
     rows = mask.reshape(x.shape[0], -1).long()
     many = rows.sum(1)
     before = many.cumsum(0) - many
@@ -449,6 +449,22 @@ def _diagonal_put(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: 
     first = max(0, -offset)
     each = pad(src, (first, x.shape[-2] - first - src.shape[-1]))[..., None]
     return torch.where(there, each, x).movedim((-2, -1), (dim1, dim2))
+
+
+@WRITTEN.register("index_fill.int_Tensor")
+def _index_fill(n: FxNode) -> Callable[..., Tree] | None:
+    """With a value that is a tensor. In PyTorch's decomposition, its derivative counts an index that occurs twice
+    twice."""
+
+    def how(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+        import torch
+
+        dim = dim % x.dim()
+        rows = torch.arange(x.shape[dim], device=x.device)[:, None]
+        filled = ((rows == index) | (rows == index + x.shape[dim])).any(-1)
+        return torch.where(filled.view(-1, *[1] * (x.dim() - 1 - dim)), value.to(x.dtype), x)
+
+    return how if n.args[0].meta["val"].dim() else None
 
 
 @_always("index_reduce.default")
