@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,6 +28,8 @@ from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.frontends.jax.frontend import TracedJax
+    from pase.frontends.registry import Traced
+    from pase.frontends.torch.frontend import TracedTorch
     from pase.plan.gradient_check import GradientCheck
     from pase.plan.types import PlanData
     from pase.zoo import ZooModel
@@ -124,10 +128,10 @@ def _refuse(model: str) -> None:
     from pase.errors import PaseError
 
     raise PaseError(
-        "pase run runs JAX programs: zoo models, and functions that return (loss_fn, params, *batch)",
+        "pase run runs zoo models, and what your own functions return: (loss_fn, params, *batch) of JAX, or "
+        "(module, *batch) or (module, *batch, loss) of PyTorch",
         where=f"model '{model}'",
-        fix="if the plan was compiled in Python, name such a function by --model package.module:function; of a PyTorch "
-        "module, run plan.torch.check(module, *batch) on the ranks of torchrun (docs/how-to/check.md)",
+        fix="name such a function by --model package.module:function",
     )
 
 
@@ -150,7 +154,8 @@ def run(
         typer.Option(
             "--model",
             help="package.module:function of a smaller model whose layers have the same names, which is split in the "
-            "same way; or of the model itself, if it was compiled in Python.",
+            "same way; or of the model itself, if it was compiled in Python. It may return a JAX program or a PyTorch "
+            "module.",
         ),
     ] = None,
     seed: Annotated[
@@ -162,7 +167,9 @@ def run(
     """Run one training step of a layout here, and check it.
 
     On a machine without accelerators, the devices are JAX host devices. The model is a zoo model, or your own function
-    that returns (loss_fn, params, *batch); arrays are used as they are, and shapes get random values.
+    that returns (loss_fn, params, *batch); arrays are used as they are, and shapes get random values. Of a PyTorch
+    module, the function returns (module, *batch) or (module, *batch, loss); its ranks are processes on the CPU (Gloo),
+    and what is checked is the loss and every gradient.
 
     The command compares the loss, every gradient and every updated parameter with those of the unsharded step. It also
     compares the bytes that the compiled program sends with the predicted bytes, except for a pipelined plan, which
@@ -183,22 +190,25 @@ def run(
     plan = load(layout)
     warn_misfit(plan)
     devices = devices or plan.devices
+    named = model or plan.model
     _host_devices(devices)
     with progress() as say:
         say("tracing")
-        chunks = plan.pipeline.chunks if plan.pipeline is not None else None
-        small = runnable(model or plan.model, reduced=reduced, layers=chunks and 2 * chunks)
-        placed, dropped = _placed(plan, small, devices)
-        _check_memory(placed, reduced, plan.model)
-        result = step_against_unsharded(placed, small, seed, say)
-        found = gradient_check(placed, small, seed, say)
+        if not reduced and (module := _torch_module(named)) is not None:
+            result, found = _in_torch(plan, module, devices, seed, say)
+        else:
+            chunks = plan.pipeline.chunks if plan.pipeline is not None else None
+            small = runnable(named, reduced=reduced, layers=chunks and 2 * chunks)
+            placed, dropped = _placed(plan, small.trace(), devices)
+            _check_memory(placed, reduced, plan.model)
+            result = step_against_unsharded(placed, small, seed, say)
+            result |= {"random_values": small.made_up, "dropped_splits": dropped}
+            found = gradient_check(placed, small, seed, say)
     result |= {
         "check": found.as_json(),
-        "model": small.name,
+        "model": named,
         "reduced": reduced,
-        "random_values": small.made_up,
         "devices": devices,
-        "dropped_splits": dropped,
         "remarks": [r.to_json() for r in plan.noted],
     }
     if json:
@@ -226,7 +236,74 @@ def _host_devices(devices: int) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _placed(plan: PlanData, small: Runnable, devices: int) -> tuple[PlanData, tuple[str, ...]]:
+def _torch_module(model: str) -> TracedTorch | None:
+    """The training step of the PyTorch module that package.module:function returns; None if it is no such function."""
+    from pase.compiler.resolve import own_program
+    from pase.frontends import registry
+
+    if ":" not in model or model.startswith(("zoo:", "hf:")):
+        return None
+    target, *given = own_program(model)
+    frontend = registry.frontend_of(target)
+    if frontend is None or not frontend.modules:
+        return None
+    from pase.frontends.torch.frontend import TracedTorch
+
+    traced = registry.trace(target, *given, name=model)
+    assert isinstance(traced, TracedTorch)
+    return traced
+
+
+def _in_torch(
+    plan: PlanData, traced: TracedTorch, devices: int, seed: int, say: Callable[[str], None]
+) -> tuple[JsonObject, GradientCheck]:
+    """Checks the step on ranks of this machine. Returns (what ``_print`` prints of it, the check)."""
+    from pase.backends.torch.local_ranks import on_local_ranks
+    from pase.errors import Infeasible
+    from pase.files.quantities import bytes_text
+    from pase.plan.layout import save
+
+    placed, dropped = _placed(plan, traced, devices)
+    name = traced.graph.name
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Each rank makes the whole module, and a copy of it that it splits.
+    whole = sum(tensor.nbytes for tensor in traced.module.parameters())
+    if (needed := (placed.memory.total + 2 * whole) * devices) > here:
+        raise Infeasible(
+            f"{devices} ranks need {bytes_text(needed)} together, and there are {bytes_text(here)}",
+            where="this machine",
+            fix="name a function that makes a smaller model: --model package.module:function",
+        )
+    say(f"the step on {devices} ranks of PyTorch, and the unsharded module")
+    with tempfile.TemporaryDirectory() as folder:
+        layout = Path(folder) / "layout.json"
+        save(replace(placed, model=name), layout)
+        found = on_local_ranks(devices, _checked_rank, layout, name, seed)
+    ranks = {} if placed.pipeline is None else {"stage": placed.pipeline.degree}
+    result = {"mesh": ranks | placed.mesh.by_name, "loss": found.loss, "agrees": found.verdict != "off"}
+    return {**result, "random_values": False, "dropped_splits": dropped}, found
+
+
+def _checked_rank(layout: Path, model: str, seed: int) -> GradientCheck:
+    """``plan.torch.check`` on a rank, of the module that the user's function makes there. Every rank has its seed."""
+    import random
+
+    import numpy as np
+    import torch
+
+    from pase.api import load
+    from pase.compiler.resolve import own_program
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    module, *given = own_program(model)
+    plan = load(layout).bind(module, *given)
+    last_is_loss = callable(given[-1]) and not isinstance(given[-1], torch.Tensor)
+    return plan.torch.check(module, *(given[:-1] if last_is_loss else given), seed=seed)
+
+
+def _placed(plan: PlanData, traced: Traced, devices: int) -> tuple[PlanData, tuple[str, ...]]:
     """(the plan for this model and the available devices, the ops that it could not split as the layout does)."""
     from pase.compiler.meshes.baselines import complete
     from pase.compiler.meshes.plans import plan_of
@@ -235,10 +312,9 @@ def _placed(plan: PlanData, small: Runnable, devices: int) -> tuple[PlanData, tu
     from pase.compiler.resolve import attached
     from pase.compiler.stages.transfer import staged_elsewhere
     from pase.errors import PaseError
-    from pase.frontends.jax.blocks import batch_size
+    from pase.frontends.blocks import block_ways
     from pase.plan.transfer import shrunk_mesh, transferred
 
-    traced = small.trace()
     if devices == plan.devices:
         try:
             return attached(plan, traced), ()
@@ -250,7 +326,7 @@ def _placed(plan: PlanData, small: Runnable, devices: int) -> tuple[PlanData, tu
     if plan.accumulate > 1 or plan.remat:
         how = {b.recompute for b in plan.remat}
         blocks = recomputed(traced, next(w for w in ("light", "attention", "all") if w in how)) if how else ()
-        micro = math.gcd(plan.accumulate, batch_size(traced))
+        micro = math.gcd(plan.accumulate, block_ways(traced).batch_size(traced))
         problem = problem.varied(traced, Variant(accumulate=micro, blocks=blocks, hoisted=plan.once))
     mesh = shrunk_mesh(plan.mesh, devices)
     pinned, dropped = transferred(plan, problem.graph, mesh)
@@ -373,7 +449,8 @@ def _print(r: JsonObject) -> None:
         out.print(
             f"not split here, because this size does not divide: {', '.join(r['dropped_splits'])}",
         )
-    d = r["difference"]
+    if (d := r.get("difference")) is None:  # of a PyTorch module; the check that follows has its figures
+        return
     out.print(
         f"loss {r['loss_sharded']:.6f} sharded, {r['loss']:.6f} unsharded · gradients differ by at most "
         f"{d['gradients']:.1e} of the largest · "

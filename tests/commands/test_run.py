@@ -1,8 +1,13 @@
 """``pase run``."""
 
+import os
+import signal
 from unittest.mock import Mock
 
+import pytest
+
 import pase
+from pase.errors import PaseError
 from tests.command import reported, run
 
 
@@ -96,3 +101,75 @@ def _onnx_file(folder):
     graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
     onnx.save(helper.make_model(graph), folder / "model.onnx")
     return folder / "model.onnx"
+
+
+MODULE = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width, layers):
+        super().__init__()
+        self.table = torch.nn.Embedding(16, width)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x
+
+
+def loss(model, tokens, wanted):
+    return torch.nn.functional.mse_loss(model(tokens), wanted)
+
+
+def of_size(width, layers, batch):
+    return Net(width, layers), torch.randint(0, 16, (batch,)), torch.randn(batch, width), loss
+
+
+def full():
+    return of_size(512, 4, 64)
+
+
+def small():
+    return of_size(32, 2, 16)
+
+
+def other():
+    return torch.nn.Linear(8, 8), torch.ones(16, 8), lambda model, x: model(x).sum()
+"""
+
+
+@pytest.mark.torch
+def test_a_users_pytorch_module_runs_on_ranks_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_module.py").write_text(MODULE)
+    run("compile", "own_module:full", "--devices", 8, "-o", "layout.json")
+    result = reported("run", "layout.json", "--model", "own_module:small", "--devices", 2)
+    assert (
+        result["agrees"] and result["check"]["verdict"] == "agrees" and result["model"] == "own_module:small"
+    )
+    assert result["check"]["reference"]["loss"] == pytest.approx(result["loss"], rel=1e-5)
+    code, _, said = run("run", "layout.json", "--model", "own_module:other", "--devices", 2)
+    assert code == 2 and "the graph is not that of the plan" in said
+
+
+def refuses(words):
+    raise PaseError(words, where="a rank", fix="try")
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.torch
+def test_what_a_rank_says_is_the_error():
+    from pase.backends.torch.local_ranks import on_local_ranks
+
+    with pytest.raises(PaseError) as raised:
+        on_local_ranks(2, refuses, "its own words")
+    assert (raised.value.what, raised.value.where, raised.value.fix) == ("its own words", "a rank", "try")
+    with pytest.raises(PaseError, match="SIGKILL") as raised:
+        on_local_ranks(2, is_killed)
+    assert raised.value.fix
