@@ -11,10 +11,11 @@ import pytest
 
 from pase.baselines import Baseline, baselines
 from pase.compiler.problem.problem import SplitProblem
+from pase.costmodels.analytic import Analytic
 from pase.frontends import registry
 from pase.frontends.jax.frontend import trace
 from pase.machine import Host, Mesh, load
-from pase.plan.step import COMPILED, EAGER, launches, on_host, saved_by_kernels, step_time
+from pase.plan.step import COMPILED, EAGER, Executor, launches, on_host, saved_by_kernels, step_time
 from pase.search.check import cost_of
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,37 @@ def test_vtrains_rows_are_sums_of_a_few_profiles():
     assert found["largest_deviation"] < 1e-12
     off = [replace(r, measured_s=r.measured_s * (1 + 0.001 * (i % 7))) for i, r in enumerate(rows)]
     assert vtrain.composed(off)["largest_deviation"] > 1e-5
+
+
+def test_a_sum_of_profiles_is_the_step_unless_host_and_device_take_turns_to_be_late():
+    from bench.published import vtrain
+
+    row = vtrain.MeasuredRow(
+        gpus=2,
+        batch=8,
+        micro_batch=2,
+        d=256,
+        heads=4,
+        layers=6,
+        seq=128,
+        tensor=2,
+        data=1,
+        pipeline=1,
+        measured_s=1.0,
+    )
+    machine = load("a100x8")
+    model = Analytic(machine)
+
+    def both(executor: Executor) -> tuple[float, float]:
+        whole = vtrain.predict(row, machine, model, executor)
+        return whole.total_s, vtrain.composed_s(row, whole, machine, model, executor)
+
+    free, late = (replace(vtrain.MEGATRON, host_s=(s, s), collective_s=0.0) for s in (0.0, 1.0))
+    for executor in (free, late):
+        whole_s, sum_s = both(executor)
+        assert sum_s == pytest.approx(whole_s, rel=1e-6)
+    whole_s, sum_s = both(vtrain.MEGATRON)
+    assert sum_s >= whole_s * (1 - 1e-9)
 
 
 @pytest.mark.torch
