@@ -56,23 +56,24 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
     stored = list[DTensor]()
     if type(optimizer) in _elementwise() and not _has_hooks(optimizer):
         stored = [p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor)]
-    gradients = {p: g for p in stored if isinstance(g := p.grad, DTensor)}
-    if not stored or any(g.placements != p.placements for p, g in gradients.items()):
+    given = {p: g for p in stored if (g := p.grad) is not None}
+    gradients = {p: g for p, g in given.items() if isinstance(g, DTensor) and g.placements == p.placements}
+    if not stored or len(gradients) < len(given):
         yield
         return
     part = {p: p._local_tensor for p in stored}
-    given = [group["params"] for group in optimizer.param_groups]
+    lists = [group["params"] for group in optimizer.param_groups]
     before = {p: optimizer.state.pop(p) for p in stored if p in optimizer.state}
     for p, x in part.items():
         x.grad = gradients[p]._local_tensor if p in gradients else None
         if p in before:
             optimizer.state[x] = {k: getattr(v, "_local_tensor", v) for k, v in before[p].items()}
-    for group, params in zip(optimizer.param_groups, given, strict=True):
+    for group, params in zip(optimizer.param_groups, lists, strict=True):
         group["params"] = [part.get(p, p) for p in params]
     try:
         yield
     finally:
-        for group, params in zip(optimizer.param_groups, given, strict=True):
+        for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
         for p, x in part.items():
             x.grad = None
