@@ -86,6 +86,17 @@ def _light(dtype: str, *passes: Any) -> Price:
     return lambda model: sum((model.compute("memory", dtype, 0.0, p) for p in passes), np.float64(0))
 
 
+def _cast(nbytes: np.ndarray) -> Price:
+    """The price of a kernel that brings an operand to eight or four bits, as steps in these bits have it
+    (``pase.stated.kernels``)."""
+
+    def price(model: CostModel) -> np.ndarray:
+        device = model.machine.device
+        return nbytes / device.cast_bytes_per_s + device.launch_s
+
+    return price
+
+
 def table(file: Path, columns: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns columns of a Parquet file by name."""
     import pyarrow.parquet as pq
@@ -124,10 +135,8 @@ def _gemm(file: Path) -> Iterator[KernelRows]:
             kernels = _QUANTIZE_KERNELS[framework, dtype]
             width = 1.0 if dtype == FP8 else 0.5
             maximum = (2.0 * m * k,) if kernels > 1 else ()
-            cast = _light(
-                "bfloat16", *maximum, *(np.full(len(m), 4.0) for _ in range(kernels - 2)), (2 + width) * m * k
-            )
-            price = _sum(product, cast)
+            scale = _light("bfloat16", *maximum, *(np.full(len(m), 4.0) for _ in range(kernels - 2)))
+            price = _sum(product, scale, _cast((2 + width) * m * k))
         yield KernelRows(
             kind=kind,
             machine=machine.load(SYSTEMS[system]),

@@ -55,8 +55,8 @@ class Deviation:
 
 RESIDUALS = {
     "product": Deviation(shared=0.100, own=0.120),
-    "product in 8 bits": Deviation(shared=0.142, own=0.152),
-    "product in 4 bits": Deviation(shared=0.130, own=0.217),
+    "product in 8 bits": Deviation(shared=0.140, own=0.151),
+    "product in 4 bits": Deviation(shared=0.111, own=0.215),
     "product in 32 bits": Deviation(shared=0.082, own=0.288),
     "product of all bits": Deviation(shared=0.048, own=0.136),
     "convolution": Deviation(shared=0.193, own=0.260),
