@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pase.frontends.jax.types import Eqn, Var
 from pase.frontends.jax.versions import is_literal, literal_array
@@ -16,7 +17,21 @@ from pase.ir.sizes import is_one, product
 from pase.ops import GraphBuilder, indexed, nests, windows
 from pase.registry import Registry
 
-__all__ = ["BY_OPERAND", "RULES", "SCATTERS", "Elementwise", "lowers", "pointwise", "row_by_row"]
+if TYPE_CHECKING:
+    from jax.lax import GatherScatterMode
+
+__all__ = [
+    "BY_OPERAND",
+    "RULES",
+    "SCATTERS",
+    "Elementwise",
+    "gather_windows",
+    "lowers",
+    "moving",
+    "pointwise",
+    "row_by_row",
+    "scatter_windows",
+]
 
 JaxRule = Callable[[GraphBuilder, Eqn, Sequence["Tensor | None"]], Sequence[Tensor]]
 """Takes an equation and its operands' tensors (None for a literal), and returns one tensor per result."""
@@ -385,6 +400,35 @@ def _general_pool(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Se
     return _pool(b, eqn, ins)
 
 
+def moving(
+    dims: Sequence[int], windows: Mapping[int, Size], shape: Sequence[Size], mode: GatherScatterMode
+) -> list[int]:
+    """The indexed dims of a gather or scatter along which its windows lie at several places.
+
+    ``jax.vmap`` of a dynamic slice or update indexes every dim. Where a window is as long as the dim and is kept within
+    it, the index says nothing.
+    """
+    import jax
+
+    modes = jax.lax.GatherScatterMode
+    kept = mode in (modes.CLIP, modes.PROMISE_IN_BOUNDS)
+    return [d for d in dims if not (kept and windows.get(d) == shape[d])]
+
+
+def gather_windows(eqn: Eqn) -> dict[int, Size]:
+    """Dim of a gather's operand -> how much of it is read at once."""
+    return {i: _size(n) for i, n in enumerate(eqn.params["slice_sizes"])}
+
+
+def scatter_windows(eqn: Eqn) -> dict[int, Size]:
+    """Dim of a scatter's operand -> how much of it is written at once."""
+    d, (x, _, updates) = eqn.params["dimension_numbers"], eqn.invars
+    batch = (*d.inserted_window_dims, *d.operand_batching_dims)
+    kept = [i for i in range(len(_shape(x))) if i not in batch]
+    sizes = {i: _shape(updates)[u] for i, u in zip(kept, d.update_window_dims, strict=True)}
+    return dict.fromkeys(batch, 1) | sizes
+
+
 @lowers("gather")
 def _gather(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     p = eqn.params
@@ -402,7 +446,7 @@ def _gather(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence
             indexed.GatherDims(
                 offset_dims=d.offset_dims,
                 collapsed=d.collapsed_slice_dims,
-                indexed=d.start_index_map,
+                indexed=moving(d.start_index_map, gather_windows(eqn), x.shape, p["mode"]),
                 slice_sizes=[_size(n) for n in p["slice_sizes"]],
                 x_batch=d.operand_batching_dims,
                 ids_batch=d.start_indices_batching_dims,
@@ -433,7 +477,9 @@ def _scatter(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequenc
             indexed.ScatterDims(
                 window_dims=d.update_window_dims,
                 inserted=d.inserted_window_dims,
-                indexed=d.scatter_dims_to_operand_dims,
+                indexed=moving(
+                    d.scatter_dims_to_operand_dims, scatter_windows(eqn), x.shape, eqn.params["mode"]
+                ),
                 x_batch=d.operand_batching_dims,
                 ids_batch=d.scatter_indices_batching_dims,
             ),

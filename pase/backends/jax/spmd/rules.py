@@ -20,16 +20,16 @@ from pase.errors import PaseError
 from pase.frontends.jax.attention import call_of
 from pase.frontends.jax.contexts import without_mesh
 from pase.frontends.jax.control import CONTROL
-from pase.frontends.jax.rules import RULES, SCATTERS
+from pase.frontends.jax.rules import RULES, SCATTERS, gather_windows, moving, scatter_windows
 from pase.frontends.jax.types import Eqn
 from pase.frontends.jax.versions import evaluate as plain
 from pase.frontends.jax.versions import source_line
+from pase.ir import Size
 from pase.local.reshard import places_of
 from pase.local.types import Extents, LocalOperand, LocalProgram, LocalResult
 
 if TYPE_CHECKING:
     from jax import Array
-    from jax.lax import GatherScatterMode
     from jax.stages import Traced
     from jax.typing import DTypeLike
 
@@ -252,13 +252,14 @@ def _gather(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     sizes = tuple(
         n if size == all_ else size for size, n, all_ in zip(p["slice_sizes"], x.shape, whole, strict=True)
     )
-    looked_up = sorted(split_dims(call, ins) & set(d.start_index_map))
+    windows = gather_windows(call.eqn)
+    looked_up = sorted(split_dims(call, ins) & set(moving(d.start_index_map, windows, whole, p["mode"])))
     changed = p | {"slice_sizes": sizes}
     if not looked_up or operand is None:
         return plain(call.eqn.replace(params=changed), ins, call.info)
     if any(p["slice_sizes"][dim] != 1 for dim in looked_up):
         raise NotLowered("it looks up more than one element at a time along a split dim")
-    here, mine, inside = _local_ids(call, ids, d.start_index_map, looked_up, p["mode"])
+    here, mine, inside = _local_ids(call, ids, d.start_index_map, looked_up, windows)
     out = plain(call.eqn.replace(params=changed | {"mode": Mode.CLIP}), [x, here], call.info)[0]
     batch = [i for i in range(out.ndim) if i not in d.offset_dims]
 
@@ -286,11 +287,12 @@ def _filler(dtype: DTypeLike) -> int:
 
 
 def _local_ids(
-    call: ManualCall, ids: Array, index_map: Sequence[int], dims: Sequence[int], mode: GatherScatterMode
+    call: ManualCall, ids: Array, index_map: Sequence[int], dims: Sequence[int], windows: Mapping[int, Size]
 ) -> tuple[Array, Array, Array | None]:
-    """(indices into this device's part, whether they lie in it, whether they lie in the whole array).
+    """(indices into this device's part, whether they lie in it, whether their windows lie in the whole array).
 
-    The last is None if the mode does not fill or drop elements that are out of bounds.
+    The last is None if the mode does not fill or drop windows that are out of bounds. dims: the split dims along which
+    windows of one element lie at several places.
     """
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
@@ -300,11 +302,12 @@ def _local_ids(
     devices, columns = JaxArrays(call.mesh), [ids[..., k] for k in range(ids.shape[-1])]
     mine = jnp.ones(ids.shape[:-1], bool)
     inside: Array = jnp.ones(ids.shape[:-1], bool)
+    mode = call.eqn.params["mode"]
     for k, dim in enumerate(index_map):
-        extent = operand.shape[dim]
+        last = operand.shape[dim] - int(windows[dim])
         if mode == Mode.CLIP:
-            columns[k] = jnp.clip(columns[k], 0, extent - 1)
-        inside &= (columns[k] >= 0) & (columns[k] < extent)
+            columns[k] = jnp.clip(columns[k], 0, last)
+        inside &= (columns[k] >= 0) & (columns[k] <= last)
         if dim in dims:
             columns[k], here = places_of(columns[k], dim, operand.shape, operand.layout, devices)
             mine &= here
@@ -329,11 +332,12 @@ def _scatter(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     partial = list(r.layout.partial_axes(call.mesh) or r.summed)
     if partial and call.op.combine == "sum":
         x = JaxArrays(call.mesh).on_first(x, partial)
-    fallen, eqn = sorted(split_dims(call, ins) & set(d.scatter_dims_to_operand_dims)), call.eqn
+    eqn, windows, at = call.eqn, scatter_windows(call.eqn), d.scatter_dims_to_operand_dims
+    fallen = sorted(split_dims(call, ins) & set(moving(at, windows, call.whole(), p["mode"])))
     if fallen:
         if set(fallen) - set(d.inserted_window_dims):
             raise NotLowered("it updates more than one element at a time along a split dim")
-        here, mine, _ = _local_ids(call, ids, d.scatter_dims_to_operand_dims, fallen, p["mode"])
+        here, mine, _ = _local_ids(call, ids, at, fallen, windows)
         ids = jnp.where(mine[..., None], here, jnp.asarray(max(x.shape), here.dtype))
         x, eqn = unmerged(x), eqn.replace(params=p | {"mode": Mode.FILL_OR_DROP})
     if partial and eqn.primitive.name in _SCATTERED_EXTREMES:

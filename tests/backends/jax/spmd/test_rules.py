@@ -16,6 +16,7 @@ from bench.cases.plans import TOLERANCE, case_of
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step, worst_difference
 from pase.backends.jax.plan import Lowering
 from pase.backends.jax.spmd.values import NotManual
+from pase.frontends.jax.frontend import from_jax
 
 
 def test_maxima_that_an_edge_joins_have_their_gradient():
@@ -54,6 +55,74 @@ def test_what_an_equation_stacks_and_whether_any_is():
         for strategy in ("ours@2x4", "random1@2x4"):
             step = sharded_step(case.plan(strategy), optimizer, p, x, labels, lowering="manual")
             assert max(whole.differences(step).values()) < 1e-12
+
+
+def _written_rows(w, cache, ids):
+    """Each example's own row of a cache, whose other dims ``vmap`` indexes too."""
+    write = jax.vmap(lambda c, u, i: lax.dynamic_update_slice(c, u, (i, 0, 0)))
+    return write(jnp.tanh(cache * w), cache[:, :1] * w[:1], ids)
+
+
+def _frames(w, cache, ids):
+    """Parts of all examples."""
+    rows = (cache * w).reshape(8, -1)
+    return jax.vmap(lambda i: lax.dynamic_slice(rows, (0 * i + 3, 2 * i), (8, 9)))(ids)
+
+
+def _added_windows(w, cache, ids, mode, rows=6):
+    """Windows in rows that are mostly out of bounds: they are moved into the array, or dropped."""
+    at = lax.ScatterDimensionNumbers((1, 2), (0,), (0, 1))
+    places, new = (
+        jnp.stack([2 * ids - 3, 2 * ids - 2 if rows < 6 else ids], -1),
+        cache[:, 0, :rows] * w[0, :rows],
+    )
+    return lax.scatter_add(1.0 * w, places, new, at, mode=mode)
+
+
+def _read_windows(w, cache, ids, mode, fill=None):
+    at = lax.GatherDimensionNumbers((1, 2), (0,), (0, 1))
+    places = jnp.stack([2 * ids - 3, 2 * ids - 2], -1)
+    return lax.gather(w, places, at, (1, 3, 4), mode=mode, fill_value=fill) * cache[:, 0, :3]
+
+
+WINDOWS = {
+    "written rows": _written_rows,
+    "frames": _frames,
+    "moved, whole": lambda *given: _added_windows(*given, "clip"),
+    "moved": lambda *given: _added_windows(*given, "clip", 3),
+    "dropped": lambda *given: _added_windows(*given, "drop", 3),
+    "read, moved": lambda *given: _read_windows(*given, "clip"),
+    "read, filled": lambda *given: _read_windows(*given, "fill", 2.0),
+}
+
+
+@pytest.mark.some(4)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_those_of_one_device_where_other_dims_are_split(name: str) -> None:
+    """An index names dims that are split and dims along which a window is longer than an element."""
+
+    def loss(p, cache, ids):
+        return jnp.mean(WINDOWS[name](p, cache, ids) ** 2)
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        p, cache, ids = jnp.asarray(rng.normal(size=(8, 6, 4))), rng.normal(size=(8, 8, 6, 4)), jnp.arange(8)
+        given, optimizer = (p, jnp.asarray(cache), ids), optax.sgd(0.1)
+        case, whole = case_of(loss, *given), unsharded_step(loss, optimizer, *given)
+        for strategy in ("random1@2x4", "random2@2x4", "random8@2x4"):
+            step = sharded_step(case.plan(strategy), optimizer, *given, lowering="manual")
+            assert max(whole.differences(step).values()) < 1e-12
+
+
+def test_a_dim_of_which_windows_are_whole_can_be_split() -> None:
+    """``vmap`` of a dynamic slice or update indexes every dim, also one that it reads or writes whole."""
+    given = jnp.ones((8, 6, 4)), jnp.ones((7, 8, 6, 4)), jnp.arange(7)
+    for name, kind in (("written rows", "scatter"), ("frames", "gather")):
+        cache = jnp.ones((8, 8, 6, 4)) if name == "frames" else given[1]
+        graph = from_jax(lambda *x, name=name: WINDOWS[name](*x).sum(), given[0], cache, given[2])
+        (node,) = (n for n in graph.nodes if n.kind == kind)
+        whole = {d.size for d in node.space if d.kind == "parallel"}
+        assert whole >= ({7, 6, 4} if name == "written rows" else {7, 8})
 
 
 PARAMS = {"w": jax.random.normal(jax.random.key(1), (16, 16)) * 0.3}
