@@ -61,8 +61,11 @@ def part(x: A, shape: Extents, layout: AxisLayout, arrays: Arrays[A]) -> A:
     """
     full, mesh = arrays.shape(x), arrays.mesh
     split = layout.within(lambda dim: full[dim] != 1)
-    if split.local_shape(full, mesh) == full:
+    local = split.local_shape(full, mesh)
+    if local == full:
         return x
+    if 0 in full:  # no element belongs to any part
+        return reduce(lambda now, dim: arrays.narrow(now, dim, 0, local[dim]), range(len(full)), x)
     if any(full[digit.dim] != shape[digit.dim] for _, digit in split.digits):
         raise PaseError(
             f"a tensor of shape {list(full)} does not have the whole shape {list(shape)}", where="operand"

@@ -36,10 +36,11 @@ def test_each_device_takes_its_part_and_finds_the_elements_in_it(case):
         np.testing.assert_array_equal(own[0][here[place][found[place]]], ids[found[place]])
 
 
-def test_a_dim_of_one_element_is_not_split_and_another_size_is_refused():
+def test_dims_of_one_or_no_element_and_another_size_that_is_refused():
     devices = AllDevices(mesh=MESHES[0])
     one = np.ones((2, 4, 1, 8))
     assert part(one, (16, 8), AxisLayout([(0, 2), (1, 4)]), devices).shape == (2, 4, 1, 2)
+    assert part(np.ones((2, 4, 16, 0)), (16, 0), AxisLayout([(0, 2), (0, 4)]), devices).shape == (2, 4, 2, 0)
     with pytest.raises(PaseError, match=r"shape \[4, 8\] does not have the whole shape \[16, 8\]"):
         part(np.ones((2, 4, 4, 8)), (16, 8), AxisLayout([(0, 2), None]), devices)
 

@@ -420,6 +420,20 @@ def _complex_part(n: FxNode) -> Callable[..., Tree] | None:
     return how if n.meta["val"].is_complex() else None
 
 
+@WRITTEN.register("cat.default")
+def _cat_without_empty(n: FxNode) -> Callable[..., Tree] | None:
+    """Operands without elements are left out: no device has a part of them."""
+    if all(m.meta["val"].numel() for m in n.args[0]) or not n.meta["val"].numel():
+        return None
+
+    def how(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+        import torch
+
+        return torch.cat([x for x in tensors if x.numel()], dim)
+
+    return how
+
+
 # Distances, diagonals and other functions.
 
 

@@ -98,8 +98,16 @@ def formulas() -> dict[str, Any]:
         y = (m.w * x).index_fill(1, columns, m.w[0, 0]).index_fill(0, rows, m.w[1, 1])
         return y.square().mean() + x[0].masked_scatter(x > 0, m.w.flatten()).square().mean()
 
+    def joined(m: Any, x: Any) -> Any:
+        """Parts without elements, of data and of constants."""
+        y = m.w * x
+        return torch.cat(
+            [torch.zeros(16, 0, dtype=x.dtype), y[:, :0], y, torch.ones(16, 2, dtype=x.dtype)], 1
+        ).var()
+
     return {
         "filled": filled,
+        "joined": joined,
         "like another": like_another,
         "chosen": chosen,
         "frames": frames,

@@ -55,7 +55,7 @@ def test_a_dim_is_split_exactly_if_halves_make_the_whole(name: str) -> None:
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize(
-    "kind", ["sorted places", "like another", "frames", "diagonals", "index reduce", "filled"]
+    "kind", ["sorted places", "like another", "frames", "diagonals", "index reduce", "filled", "joined"]
 )
 def test_the_step_is_the_unsharded_one(kind: str) -> None:
     assert_unsharded(kind)
