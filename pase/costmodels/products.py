@@ -122,28 +122,27 @@ def _units_s(
     flops: np.ndarray,
     mnk: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> np.ndarray:
-    """Seconds of the units, for the fastest tile and the best division of the contraction."""
-    m, n, k = (np.maximum(x, 1.0) for x in mnk)
+    """Seconds of the units, for the fastest tile and the best division of the contraction: float [shape of mnk].
+
+    Arrays inside are [tiles, splits, *shape].
+    """
+    m, n, k, flops = np.broadcast_arrays(*(np.maximum(x, 1.0) for x in mnk), flops)
     units = max(device.compute_units, 1)
     batch = flops / (2 * m * n * k)
     itemsize = operand_bytes(dtype)
     filling = FILL_SQUARES if device.multiplies_on_vector_units(dtype) else 0
     deep = ROW_BYTES / itemsize
+    one = (1,) * m.ndim
+    rows, columns = (np.array(x, dtype=float).reshape(-1, 1, *one) for x in zip(*division.tiles, strict=True))
+    split = np.array(division.splits, dtype=float).reshape(1, -1, *one)
+
+    step_s = 2.0 * rows * columns * deep * units / rate
+    if kernels.operand_bytes_per_s is not None:
+        step_s = np.maximum(step_s, (rows + columns) * ROW_BYTES / kernels.operand_bytes_per_s)
+    written = np.minimum(m, rows) * np.minimum(n, columns) * max(itemsize, LEAST_OUTPUT_BYTES)
+    tile_s = np.ceil(k / (split * deep)) * step_s + written / kernels.output_bytes_per_s
+    waves = filling + np.ceil(batch * np.ceil(m / rows) * np.ceil(n / columns) * split / units)
     # Four bytes of each partial sum are written, and read again.
     partial_s = 2 * 4 * batch * m * n / (2 * device.memory_bandwidth_bytes_per_s * kernels.memory)
-    splits = [
-        (split, np.ceil(k / (split * deep)), kernels.split_s + split * partial_s if split > 1 else 0.0)
-        for split in division.splits
-    ]
-    best = np.inf
-    for rows, columns in division.tiles:
-        tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
-        deep_s = 2.0 * rows * columns * deep * units / rate
-        if kernels.operand_bytes_per_s is not None:
-            deep_s = np.maximum(deep_s, (rows + columns) * ROW_BYTES / kernels.operand_bytes_per_s)
-        written = np.minimum(m, rows) * np.minimum(n, columns) * max(itemsize, LEAST_OUTPUT_BYTES)
-        write_s = written / kernels.output_bytes_per_s
-        for split, steps, more_s in splits:
-            waves = filling + np.ceil(tiles * split / units)
-            best = np.minimum(best, waves * (steps * deep_s + write_s) + more_s)
-    return np.asarray(best)
+    divided_s = np.where(split > 1, kernels.split_s + split * partial_s, 0.0)
+    return np.asarray((waves * tile_s + divided_s).min(axis=(0, 1)))
