@@ -22,6 +22,7 @@ from pase.pytree import Tree
 
 if TYPE_CHECKING:
     import torch
+    from torch import SymInt
     from torch._ops import OpOverload
     from torch.fx import GraphModule
 
@@ -34,6 +35,7 @@ __all__ = [
     "TorchSpec",
     "arguments",
     "dtype_of",
+    "known_size",
     "one_kernel",
     "op_name",
     "reads_contents",
@@ -64,14 +66,22 @@ def specs_of(val: Tree, place: str) -> list[TorchSpec | None]:
         if not isinstance(t, torch.Tensor):
             out.append(None)
             continue
-        if not all(isinstance(s, int) for s in t.shape):
+        sizes = [known_size(s) for s in t.shape]
+        known = [n for n in sizes if n is not None]
+        if len(known) < len(sizes):
             raise PaseError(
                 f"the size of its result, {[str(s) for s in t.shape]}, depends on the data",
                 where=place,
-                fix="give it a fixed capacity, or keep all elements and mask them (torch.where)",
+                fix="give it a fixed capacity, keep all elements and mask them (torch.where), or count by "
+                "torch.nn.functional.one_hot(x, n).sum(0) instead of bincount",
             )
-        out.append((tuple(t.shape), dtype_of(t.dtype)))
+        out.append((tuple(known), dtype_of(t.dtype)))
     return out
+
+
+def known_size(s: int | SymInt) -> int | None:
+    """A size as a number, also if only its readers determine it: ``torch.bincount(x, minlength=n)`` times n numbers."""
+    return s if isinstance(s, int) else s.node.maybe_as_int()
 
 
 def arguments(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from pase.errors import PaseError
 from pase.frontends.torch.passed import passed_op
 from pase.frontends.torch.types import FxNode
-from pase.frontends.torch.values import arguments
+from pase.frontends.torch.values import arguments, known_size
 from pase.pytree import Tree
 from pase.registry import Registry
 
@@ -418,6 +418,22 @@ def _complex_part(n: FxNode) -> Callable[..., Tree] | None:
         return torch.complex(real, imaginary)
 
     return how if n.meta["val"].is_complex() else None
+
+
+@WRITTEN.register("bincount.default")
+def _counts(n: FxNode) -> Callable[..., Tree] | None:
+    """Counts of a known number of values. PyTorch's op makes one more for each value that is larger."""
+    many = known_size(n.meta["val"].shape[0])
+    if many is None:
+        return None
+
+    def how(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        import torch
+
+        ones = torch.ones_like(x, dtype=torch.long) if weights is None else weights
+        return ones.new_zeros(many).index_add(0, x.long(), ones)
+
+    return how
 
 
 @WRITTEN.register("cat.default")

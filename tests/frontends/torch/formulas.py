@@ -105,8 +105,14 @@ def formulas() -> dict[str, Any]:
             [torch.zeros(16, 0, dtype=x.dtype), y[:, :0], y, torch.ones(16, 2, dtype=x.dtype)], 1
         ).var()
 
+    def counts(m: Any, x: Any) -> Any:
+        """How many examples choose each of as many classes as another tensor has."""
+        shares, many = (m.w * x).softmax(-1), torch.bincount(x.argmax(-1), minlength=16)
+        return (shares.mean(0) * many / many.sum()).sum() + (shares * x).square().mean()
+
     return {
         "filled": filled,
+        "counts": counts,
         "joined": joined,
         "like another": like_another,
         "chosen": chosen,

@@ -55,7 +55,8 @@ def test_a_dim_is_split_exactly_if_halves_make_the_whole(name: str) -> None:
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize(
-    "kind", ["sorted places", "like another", "frames", "diagonals", "index reduce", "filled", "joined"]
+    "kind",
+    ["sorted places", "like another", "frames", "diagonals", "index reduce", "filled", "joined", "counts"],
 )
 def test_the_step_is_the_unsharded_one(kind: str) -> None:
     assert_unsharded(kind)
