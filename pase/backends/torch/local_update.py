@@ -4,14 +4,17 @@ PyTorch runs each op of an update on DTensors in Python, and never joins those o
 DTensors are not plain tensors. An optimizer that computes each element from that element alone does the same on this
 rank's parts. They are put in the place of the parameters while it runs; before and after, it has the DTensors, so
 checkpoints see them.
+
+On a GPU, PyTorch by default joins all parameters of a group, and makes temporary arrays of all of them. Here it joins
+as many as are no larger than the largest, so that the update needs no more memory than parameter by parameter.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch.gradients import distributed_like
 
@@ -62,19 +65,18 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[None]:
         yield
         return
     part = {p: p._local_tensor for p in stored}
-    lists = [group["params"] for group in optimizer.param_groups]
+    groups = optimizer.param_groups
     before = {p: optimizer.state.pop(p) for p in stored if p in optimizer.state}
     for p, x in part.items():
         x.grad = gradients[p]._local_tensor if p in gradients else None
         if p in before:
             optimizer.state[x] = {k: getattr(v, "_local_tensor", v) for k, v in before[p].items()}
-    for group, params in zip(optimizer.param_groups, lists, strict=True):
-        group["params"] = [part.get(p, p) for p in params]
+    local = [{**g, "params": [part.get(p, p) for p in g["params"]]} for g in groups]
+    optimizer.param_groups = [{**g, "params": some} for g in local for some in _joined(g)]
     try:
         yield
     finally:
-        for group, params in zip(optimizer.param_groups, lists, strict=True):
-            group["params"] = params
+        optimizer.param_groups = groups
         for p, x in part.items():
             x.grad = None
             if x in optimizer.state:
@@ -90,6 +92,24 @@ def _has_hooks(optimizer: Optimizer) -> bool:
         or every._global_optimizer_pre_hooks
         or every._global_optimizer_post_hooks
     )
+
+
+def _joined(group: Mapping[str, Any]) -> Iterator[Sequence[Tensor]]:
+    """The parameters of a group that are updated together: all, if the user says how. Otherwise as many as have no more
+    bytes than the largest."""
+    if group.get("foreach") is not None or group.get("fused"):
+        yield group["params"]
+        return
+    params: list[Tensor] = sorted(group["params"], key=lambda p: p.nbytes)  # the small ones are many
+    together: list[Tensor] = []
+    nbytes = 0
+    for p in params:
+        if nbytes + p.nbytes > params[-1].nbytes:
+            yield together
+            together, nbytes = [], 0
+        together.append(p)
+        nbytes += p.nbytes
+    yield together
 
 
 def _distributed(

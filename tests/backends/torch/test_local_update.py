@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -119,3 +120,26 @@ def test_no_op_of_an_update_is_one_of_dtensors() -> None:
             with OfDTensors() as ops, on_local_parts(step.optimizer):
                 step.optimizer.step()
             assert (ops.found == 0) == none
+
+
+def test_as_many_are_joined_as_are_no_larger_than_the_largest() -> None:
+    """The update's temporary arrays are then no larger. What the user says is kept."""
+    import torch
+
+    module, x = net()
+    run = pase.compile(module, x, devices=2, mesh="2", target="fsdp2", baselines=False).torch
+    with alone_among(2, rank=0):
+        for settings in ({}, {"foreach": True}, {"fused": True}):
+            step = run.train_step(copy.deepcopy(module), torch.optim.Adam, **settings)
+            step(x)
+            groups = step.optimizer.param_groups
+            (given,) = [[tuple(p.to_local().shape) for p in g["params"]] for g in groups]
+            with on_local_parts(step.optimizer):
+                found = [[tuple(p.shape) for p in g["params"]] for g in step.optimizer.param_groups]
+            assert step.optimizer.param_groups is groups
+            if settings:
+                assert found == [given]
+                continue
+            assert sorted(s for some in found for s in some) == sorted(given)
+            sizes = [sum(math.prod(s) for s in some) for some in found]
+            assert max(sizes) == max(map(math.prod, given)) and len(found) < len(given)
