@@ -511,6 +511,16 @@ class Machine:
                 return f.becomes
         return kind
 
+    def for_calls(self) -> Machine:
+        """The machine of a program that runs call by call, as PyTorch does: it sends gradients and parameters in
+        buckets, sums the gradients of a tensor's readers, and sends beside compute, whatever the machine's compiler
+        does. The digest stays, because a plan names that of the file."""
+        made = dataclasses.replace(
+            self, bucket_bytes=self.bucket_bytes or BUCKET_BYTES, sums_readers=True, overlaps=True
+        )
+        made.__dict__["digest"] = self.digest
+        return made
+
     @cached_property
     def digest(self) -> str:
         """The sha256 of what affects the costs of a plan's step: not names, sources, provenance, overlaps, forms,

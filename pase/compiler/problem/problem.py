@@ -102,6 +102,7 @@ class SplitProblem:
             if isinstance(machine, Machine)
             else load_machine(machine if machine is not None else DEFAULT)
         )
+        m = m.for_calls() if raw.facts.eager else m
         graph, priced = _limited(named(simplify(raw)), fixed or {}), costmodels.get(cost_model, m)
         _check_fixed(graph, devices)
         if overlap == "machine":

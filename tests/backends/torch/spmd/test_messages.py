@@ -328,8 +328,24 @@ def test_the_machine_file_has_the_size_of_a_bucket(machines: float, runs: float,
         module, x, devices=RANKS, machine=on, loss=lambda m, x: m(x).sum(), target="ddp", baselines=False
     )
     plan.save(tmp_path / "layout.json")
-    assert pase.load(tmp_path / "layout.json").bucket_bytes == machines
+    assert pase.load(tmp_path / "layout.json").bucket_bytes == runs
     assert plan.torch.bucket_bytes == plan.torch.walk(None).bucket_bytes == runs
+
+
+def test_a_plan_for_an_xla_cpu_is_priced_as_pytorch_sends() -> None:
+    """In buckets, beside backward: a gradient alone would pay its own latency, and be waited for."""
+    import torch
+
+    on = replace(machine.load("h100x8"), bucket_bytes=0.0, sums_readers=False, overlaps=False)
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)), torch.nn.Flatten(0))
+    module, x = module.double(), torch.empty(64, 64, dtype=torch.float64)
+
+    def cost(on: Any) -> float:
+        return pase.compile(
+            module, x, devices=RANKS, machine=on, loss=lambda m, x: m(x).sum(), target="ddp", baselines=False
+        ).cost
+
+    assert cost(on) == cost(machine.load("h100x8"))
 
 
 def test_a_message_waits_for_what_is_on_its_way_in_another() -> None:
