@@ -128,14 +128,15 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
             if strategy in plans and (step := _way(way, cell["key"], plans[strategy])) is not None
         }
         first = {way: _agreed(float(step()), "mean") for way, step in steps.items()}
-        times: dict[str, list[float]] = {way: [] for way in steps}
+        times: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
         for _ in range(ROUNDS):
             for way, step in steps.items():
                 times[way] += _timed(step, -(-cell["iterations"] // ROUNDS))
         rows = []
         for way in steps:
-            low, _, high = statistics.quantiles(times[way], n=4)
-            middle = statistics.median(times[way])
+            took, cpu = zip(*times[way], strict=True)
+            low, _, high = statistics.quantiles(took, n=4)
+            middle = statistics.median(took)
             plan = plans[PLANNED[way]]
             rows.append(
                 {
@@ -146,6 +147,7 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
                     "predicted_s": plan.cost,
                     "measured_s": middle,
                     "spread": (high - low) / middle,
+                    "cpu_s": statistics.median(cpu),
                     "steps": len(times[way]),
                 }
             )
@@ -164,7 +166,7 @@ def _plans(name: str, machine: Path, devices: int) -> dict[str, Any]:
 
     module, batch = _model(name)
     traced = registry.trace(module, batch)
-    problem = SplitProblem.of(traced.graph, devices, load(machine), "analytic", "adam")
+    problem = SplitProblem.of(traced.graph, devices, load(machine), "analytic", "adam", "machine")
     case = Case(traced=traced, problem=problem)
     split = [s for s in dict.fromkeys(PLANNED.values()) if s != STAGES]
     found = {strategy: case.plan(strategy) for strategy in split}
@@ -297,16 +299,17 @@ def _by_its_own_plan(module: Any, mesh: Any) -> Any:
     return parallelize_module(module, mesh, own)
 
 
-def _timed(step: Callable[[], Any], count: int) -> list[float]:
-    """Returns the seconds of each step on the slowest host; the hosts start together."""
+def _timed(step: Callable[[], Any], count: int) -> list[tuple[float, float]]:
+    """Returns the seconds of each step on the slowest host, and the CPU's on the busiest; the hosts start together."""
     import torch.distributed as dist
 
     out = []
     for _ in range(count):
         dist.barrier()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         step()
-        out.append(_agreed(time.perf_counter() - began, "max"))
+        took, cpu = time.perf_counter() - began, time.process_time() - cpu
+        out.append((_agreed(took, "max"), _agreed(cpu, "max")))
     return out
 
 
