@@ -90,6 +90,11 @@ _NOT_LINEAR = (
     "which is not linear in the sums over all examples that it reads (if the loss allows it, compute it of each "
     "example's own sums, and take the mean of the results)"
 )
+_BY_COUNT = (
+    "whose divisor is a sum over all examples that depends on parameters (for a mean by a count, as nanmean is, make "
+    "the count of inputs alone: multiply by a mask of the labels, and divide by the mask's sum; otherwise divide each "
+    "example's own sums, and take the mean of the ratios)"
+)
 
 
 class BothSizes(Protocol):
@@ -429,7 +434,8 @@ class _SumsWalk:
         if product and len(sums) == 1 and (op.function.name == "mul" or reads[0].summed):
             return self._joined(op, reads, self._power(op, [v.power for v in reads], where), summed=True)
         if not op.function.linear:
-            raise ExamplesMeet(f"{where}, {_NOT_LINEAR}")
+            counted = op.function.name == "div" and len(reads) == 2 and reads[1].summed
+            raise ExamplesMeet(f"{where}, {_BY_COUNT if counted else _NOT_LINEAR}")
         if self._scale(op) != 0:
             raise ExamplesMeet(where)
         powers = {v.share for v in reads if not v.zero}

@@ -322,6 +322,27 @@ def _classes(shape: Sequence[int]) -> np.ndarray:
     return np.arange(elements(shape)).reshape(shape)
 
 
+def _check_rows(c: TfCall, at: int, *sizes: int) -> None:
+    """Raises PaseError if operand ``at`` has known indices, and one of them lies outside of its dim: TensorFlow raises
+    an error on CPUs, and reads zeros or writes nothing on GPUs.
+
+    sizes: of the dim that all of them index; of several, if the last dim of the indices has one of each.
+    """
+    policy = c.node.attr["bad_indices_policy"].s if "bad_indices_policy" in c.node.attr else b""
+    ids = c.known(at)
+    if ids is None or not ids.size or policy == b"IGNORE":
+        return
+    for i, size in enumerate(sizes):
+        each = ids[..., i] if len(sizes) > 1 else ids
+        least, most = int(each.min()), int(each.max())
+        if least < 0 or most >= size:
+            raise c.fail(
+                f"its index {least if least < 0 else most} is not in a dim of {size} elements",
+                fix="give an index from 0 on: TensorFlow counts no negative ones from the end here, raises an error on "
+                "CPUs, and takes zeros on GPUs",
+            )
+
+
 @lowers("GatherV2", "Gather", "ResourceGather")
 def _gather(c: TfCall) -> Sequence[TfResult]:
     """Rows of a table. Known indices are a slice of a dim that is not split; others are a lookup in one that may be."""
@@ -336,11 +357,12 @@ def _gather(c: TfCall) -> Sequence[TfResult]:
         raise c.fail(
             f"its indices of shape {ids} do not fit dim {axis} of shape {shape} with {batch} batch dims"
         )
+    _check_rows(c, 1, shape[axis])
     out = c.shape([*shape[:axis], *ids[batch:], *shape[axis + 1 :]])
     if (known_ids := c.known(1)) is not None and len(ids) < 2 and not batch:
         part = [*shape[:axis], *(ids or (1,)), *shape[axis + 1 :]]
         kept = [i != axis for i in range(len(shape))]
-        places = Take(axis=axis, index=tuple(int(k) % shape[axis] for k in known_ids.reshape(-1)))
+        places = Take(axis=axis, index=tuple(map(int, known_ids.reshape(-1))))
         return [nests.reshape(c.b, nests.restrict(c.b, "gather", [x], part, kept, places), out)]
     offset = [i for i in range(len(out)) if batch <= i < axis or i >= axis + len(ids) - batch]
     return [
@@ -368,6 +390,7 @@ def _gather_nd(c: TfCall) -> Sequence[TfResult]:
     n = ids[-1] if ids else 0
     if not 1 <= n <= len(shape):
         raise c.fail(f"its indices of shape {ids} do not fit shape {shape}")
+    _check_rows(c, 1, *shape[:n])
     out = c.shape([*ids[:-1], *shape[n:]])
     return [
         indexed.gather(
@@ -402,6 +425,7 @@ def _scatter(c: TfCall) -> Sequence[TfResult]:
     n = ids[-1] if ids else 0
     if not 1 <= n <= len(shape) or updates != (*ids[:-1], *shape[n:]):
         raise c.fail(f"its updates of shape {updates} at indices of shape {ids} do not fit shape {shape}")
+    _check_rows(c, at, *shape[:n])
     x = c.b.constant(shape, c.dtype(of)) if fresh else c.x(0)
     exact = ("ScatterNd", "TensorScatterUpdate", "TensorScatterAdd")
     with c.b.undetermined(unless=c.node.op in exact):

@@ -147,6 +147,10 @@ OTHERS: dict[str, tuple[Loss, str]] = {
         lambda w, x: jnp.mean(_each(w, x) * jnp.cumsum(jnp.ones(len(x)))),
         "meet in mul",
     ),
+    "a mean by a count of the model's own values": (
+        lambda w, x: jnp.nanmean((x @ w) ** 2),
+        "meet in div .*divide by the mask's sum",
+    ),
     "a product over the batch": (
         lambda w, x: jnp.mean(_each(w, x)) * jnp.prod(jnp.full(len(x), 1.1)),
         "examples .* meet in mul",
