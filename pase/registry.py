@@ -1,9 +1,14 @@
-"""Registries of things by name: rules, frontends, backends, cost models, policies, … Names are unique in a registry."""
+"""Registries of things by name: rules, frontends, backends, cost models, policies, … Names are unique in a registry.
+
+Modules of the user's own may add members, too: those that the environment variable PASE_PLUGINS names are imported
+after pase's own.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +16,10 @@ from typing import Generic, TypeVar
 
 from pase.errors import PaseError, did_you_mean
 
-__all__ = ["Registry"]
+__all__ = ["PLUGINS", "Registry", "import_plugins"]
+
+PLUGINS = "PASE_PLUGINS"
+"""The environment variable that names modules to import, separated by commas."""
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -22,7 +30,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     kind: what a name stands for, in the singular, for messages.
     package: a package whose modules register their members when they are imported. All of them are imported when the
-        registry is first read, so a new member only needs a new file.
+        registry is first read, and then the user's own modules, so a new member only needs a new file.
     prefix: import only modules whose names start with this.
     each: import the module of this name in each subpackage, instead of the package's own modules.
 
@@ -114,6 +122,7 @@ class Registry(Mapping[str, T], Generic[T]):
             try:
                 for name in self._modules():
                     importlib.import_module(name)
+                import_plugins()
             except BaseException:
                 self._found = False
                 raise
@@ -129,3 +138,18 @@ class Registry(Mapping[str, T], Generic[T]):
                     yield name
             elif module.ispkg and importlib.util.find_spec(f"{name}.{self._each}") is not None:
                 yield f"{name}.{self._each}"
+
+
+def import_plugins() -> None:
+    """Import the user's own modules, which add members to registries. Raises PaseError if one cannot be found."""
+    for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            if e.name != name:
+                raise
+            raise PaseError(
+                f"there is no module '{name}'",
+                where=PLUGINS,
+                fix="install its package, or add its folder to PYTHONPATH",
+            ) from e

@@ -16,6 +16,7 @@ from pase.costmodels.registry import COST_MODELS
 from pase.errors import PaseError
 from pase.frontends.registry import FRONTENDS, coverage
 from pase.pipeline.registry import SCHEDULES, schedule
+from pase.registry import PLUGINS, import_plugins
 
 BACKEND = """
 from pase.backends.registry import BACKENDS, Backend
@@ -105,6 +106,18 @@ def test_a_backend(new_file, monkeypatch, tmp_path):
     assert BACKENDS["prose"].writes == "a sentence"
     with pytest.raises(ValueError, match="backend 'prose' is registered twice"):
         BACKENDS.add("prose", Backend(writes="again", emit=BACKENDS["prose"].emit))
+
+
+def test_a_module_of_the_users_own(monkeypatch, tmp_path):
+    """It adds a backend without a file in pase's folders, and every command has it."""
+    rediscovered(BACKENDS, monkeypatch)
+    (tmp_path / "prose_of_mine.py").write_text(BACKEND)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(PLUGINS, "prose_of_mine")
+    assert "prose" in BACKENDS and "fsdp2" in BACKENDS
+    monkeypatch.setenv(PLUGINS, "prose_of_thine")
+    with pytest.raises(PaseError, match="no module 'prose_of_thine'"):
+        import_plugins()
 
 
 def test_a_cost_model(new_file, monkeypatch):
