@@ -155,11 +155,10 @@ def _picked(b: GraphBuilder, x: Tensor, labels: Tensor) -> Tensor:
         x,
         ids,
         labels.shape,
-        indexed.GatherDims(
-            offset_dims=(),
-            collapsed=(rank,),
+        indexed.IndexedDims(
+            window=(),
+            dropped=(rank,),
             indexed=(rank,),
-            slice_sizes=[1] * (rank + 1),
             x_batch=tuple(range(rank)),
             ids_batch=tuple(range(rank)),
         ),

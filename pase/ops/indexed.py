@@ -13,39 +13,79 @@ from pase.ir.functions import SCATTER, SCATTER_ADD, Function
 from pase.ir.sizes import is_one, quotient
 from pase.ops.builder import Computes, Dims, GraphBuilder, Read, Write
 
-__all__ = ["GatherDims", "ScatterDims", "columns", "gather", "manual", "scatter"]
+__all__ = ["IndexedDims", "columns", "gather", "manual", "scatter"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherDims:
-    """XLA's numbers of a gather's dims.
+class IndexedDims:
+    """How dims of x, of the indices and of a part of x belong together, by XLA's numbers. The part is a gather's result
+    or a scatter's updates.
 
-    offset_dims: the result's dims that come from x. collapsed: dims of x that are read at one element each and dropped.
-    indexed: dims of x that the index vector names. slice_sizes: how much of each dim of x is read at once.
-    x_batch, ids_batch: dims of x and of ids that are walked together.
+    window: dims of the part that lie along dims of x, in x's order. dropped: dims of x that the part lacks, because it
+    has one element of each. indexed: dims of x that the index vector names. x_batch, ids_batch: dims of x and of ids
+    that are walked together.
     """
 
-    offset_dims: Sequence[int]
-    collapsed: Sequence[int]
-    indexed: Sequence[int]
-    slice_sizes: Sequence[Size]
-    x_batch: Sequence[int] = ()
-    ids_batch: Sequence[int] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScatterDims:
-    """XLA's numbers of a scatter's dims.
-
-    window_dims: dims of the updates that are written whole. inserted: dims of x that the updates lack.
-    indexed: dims of x that the index vector names. x_batch, ids_batch: dims of x and of ids that are walked together.
-    """
-
-    window_dims: Sequence[int]
-    inserted: Sequence[int]
+    window: Sequence[int]
+    dropped: Sequence[int]
     indexed: Sequence[int]
     x_batch: Sequence[int] = ()
     ids_batch: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class _IndexedMaps:
+    """The dims of a gather or a scatter, and the maps of its three tensors."""
+
+    dims: Dims
+    x: AccessMap
+    ids: AccessMap
+    part: AccessMap
+
+
+def _indexed_maps(
+    x: Tensor,
+    ids: Tensor,
+    part: Sequence[Size],
+    at: IndexedDims,
+    kinds: Sequence[DimKind],
+    dropped: DimKind,
+    letter: str,
+) -> _IndexedMaps:
+    """Return the maps.
+
+    part: the part's shape. kinds: those of the dims of ids. dropped: the kind of a dropped dim. letter: what the names
+    of the part's own dims begin with.
+    """
+    dims: Dims = {}
+    walks_x: list[Walk] = [Walk()] * len(x.shape)
+    walks_i: list[Walk] = [Walk()] * len(ids.shape)
+    walks_p: list[Walk] = [Walk()] * len(part)
+
+    def dim(name: str, size: Size, kind: DimKind = "parallel") -> Walk:
+        if is_one(size):
+            return Walk()
+        dims[name] = (size, kind)
+        return Walk((name,))
+
+    by_index = [p for p in range(len(part)) if p not in at.window]
+    for i, p in zip(range(len(ids.shape) - 1), by_index, strict=True):
+        walks_i[i] = walks_p[p] = dim(f"i{i}", ids.shape[i], kinds[i])
+    if not is_one(ids.shape[-1]):
+        walks_i[-1] = dim("iv", ids.shape[-1], "replicated")
+    for xd, idd in zip(at.x_batch, at.ids_batch, strict=True):
+        walks_x[xd] = walks_i[idd]
+    kept = [d for d in range(len(x.shape)) if d not in at.dropped and d not in at.x_batch]
+    for p, d in zip(at.window, kept, strict=True):
+        if part[p] == x.shape[d] and d not in at.indexed:
+            walks_x[d] = walks_p[p] = dim(f"x{d}", x.shape[d])
+        else:
+            walks_x[d] = dim(f"x{d}", x.shape[d], "replicated")
+            walks_p[p] = dim(f"{letter}{p}", part[p], "replicated")
+    for d in at.dropped:
+        walks_x[d] = dim(f"x{d}", x.shape[d], dropped)
+    maps = (AccessMap(tuple(walks)) for walks in (walks_x, walks_i, walks_p))
+    return _IndexedMaps(dims, *maps)
 
 
 def gather(
@@ -54,40 +94,15 @@ def gather(
     x: Tensor,
     ids: Tensor,
     shape: Sequence[Size],
-    at: GatherDims,
+    at: IndexedDims,
 ) -> Tensor:
     """XLA's gather; the last dim of ids is the index vector. An indexed dim that is read one element at a time may be
     split: each shard looks up the rows that it has, and the results are summed."""
-    dims: Dims = {}
-    walks_x: list[Walk] = [Walk()] * len(x.shape)
-    walks_i: list[Walk] = [Walk()] * len(ids.shape)
-    walks_o: list[Walk] = [Walk()] * len(shape)
-
-    def dim(name: str, size: Size, kind: DimKind = "parallel") -> Walk:
-        if is_one(size):
-            return Walk()
-        dims[name] = (size, kind)
-        return Walk((name,))
-
-    batch_out = [i for i in range(len(shape)) if i not in at.offset_dims]
-    for i, o in zip(range(len(ids.shape) - 1), batch_out, strict=True):
-        walks_i[i] = walks_o[o] = dim(f"i{i}", ids.shape[i])
-    if not is_one(ids.shape[-1]):
-        walks_i[-1] = dim("iv", ids.shape[-1], "replicated")
-    for xd, idd in zip(at.x_batch, at.ids_batch, strict=True):
-        walks_x[xd] = walks_i[idd]
-    kept = [d for d in range(len(x.shape)) if d not in at.collapsed and d not in at.x_batch]
-    for o, d in zip(at.offset_dims, kept, strict=True):
-        if at.slice_sizes[d] == x.shape[d] and d not in at.indexed:
-            walks_x[d] = walks_o[o] = dim(f"x{d}", x.shape[d])
-        else:
-            walks_x[d] = dim(f"x{d}", x.shape[d], "replicated")
-            walks_o[o] = dim(f"o{o}", shape[o], "replicated")
-    for d in at.collapsed:
-        walks_x[d] = dim(f"x{d}", x.shape[d], "reduction")
-    out = AccessMap(tuple(walks_o))
-    reads = [Read(x, AccessMap(tuple(walks_x)), sparse=True), Read(ids, AccessMap(tuple(walks_i)))]
-    return b.nest(name, "gather", reads, [Write(tuple(shape), x.dtype, out)], dims, over=out.dims)[0]
+    of = _indexed_maps(x, ids, shape, at, ["parallel"] * len(ids.shape), "reduction", "o")
+    reads = [Read(x, of.x, sparse=True), Read(ids, of.ids)]
+    return b.nest(name, "gather", reads, [Write(tuple(shape), x.dtype, of.part)], of.dims, over=of.part.dims)[
+        0
+    ]
 
 
 def scatter(
@@ -96,7 +111,7 @@ def scatter(
     x: Tensor,
     ids: Tensor,
     updates: Tensor,
-    at: ScatterDims,
+    at: IndexedDims,
     *,
     combines: bool = True,
     function: Function | None = None,
@@ -107,39 +122,12 @@ def scatter(
     function: how updates combine; None: they are added, or replace what was there if they do not combine.
     """
     function = function or (SCATTER_ADD if combines else SCATTER)
-    dims: Dims = {}
-    walks_x: list[Walk] = [Walk()] * len(x.shape)
-    walks_i: list[Walk] = [Walk()] * len(ids.shape)
-    walks_u: list[Walk] = [Walk()] * len(updates.shape)
-
-    def dim(name: str, size: Size, kind: DimKind = "parallel") -> Walk:
-        if is_one(size):
-            return Walk()
-        dims[name] = (size, kind)
-        return Walk((name,))
-
-    batch_u = [i for i in range(len(updates.shape)) if i not in at.window_dims]
-    for i, u in zip(range(len(ids.shape) - 1), batch_u, strict=True):
-        kind: DimKind = "parallel" if i in at.ids_batch else "reduction" if combines else "replicated"
-        walks_i[i] = walks_u[u] = dim(f"i{i}", ids.shape[i], kind)
-    if not is_one(ids.shape[-1]):
-        walks_i[-1] = dim("iv", ids.shape[-1], "replicated")
-    for xd, idd in zip(at.x_batch, at.ids_batch, strict=True):
-        walks_x[xd] = walks_i[idd]
-    kept = [d for d in range(len(x.shape)) if d not in at.inserted and d not in at.x_batch]
-    for u, d in zip(at.window_dims, kept, strict=True):
-        if updates.shape[u] == x.shape[d] and d not in at.indexed:
-            walks_x[d] = walks_u[u] = dim(f"x{d}", x.shape[d])
-        else:
-            walks_x[d] = dim(f"x{d}", x.shape[d], "replicated")
-            walks_u[u] = dim(f"u{u}", updates.shape[u], "replicated")
-    for d in at.inserted:
-        walks_x[d] = dim(f"x{d}", x.shape[d])
-    access = AccessMap(tuple(walks_x))
-    reads = [Read(x, access), Read(ids, AccessMap(tuple(walks_i))), Read(updates, AccessMap(tuple(walks_u)))]
-    over = AccessMap(tuple(walks_u)).dims
-    write = Write(tuple(x.shape), x.dtype, access)
-    return b.nest(name, "scatter", reads, [write], dims, Computes(function=function), over=over)[0]
+    own: DimKind = "reduction" if combines else "replicated"
+    kinds: list[DimKind] = ["parallel" if i in at.ids_batch else own for i in range(len(ids.shape))]
+    of = _indexed_maps(x, ids, updates.shape, at, kinds, "parallel", "u")
+    reads = [Read(x, of.x), Read(ids, of.ids), Read(updates, of.part)]
+    write = Write(tuple(x.shape), x.dtype, of.x)
+    return b.nest(name, "scatter", reads, [write], of.dims, Computes(function=function), over=of.part.dims)[0]
 
 
 def columns(

@@ -7,7 +7,7 @@ import pytest
 from pase.errors import PaseError
 from pase.ir import Node, verify
 from pase.ops import GraphBuilder
-from pase.ops.indexed import GatherDims, ScatterDims, columns, gather, manual, scatter
+from pase.ops.indexed import IndexedDims, columns, gather, manual, scatter
 from tests.ops.evaluated import kinds
 
 
@@ -21,7 +21,7 @@ def looked_up(*, width: int = 8) -> Node:
         table,
         ids,
         (4, 5, width),
-        GatherDims(offset_dims=[2], collapsed=[0], indexed=[0], slice_sizes=[1, width]),
+        IndexedDims(window=[2], dropped=[0], indexed=[0]),
     )
     return verify(b.finish()).nodes[-1]
 
@@ -46,9 +46,7 @@ def test_updates_may_be_split_if_they_combine(combines: bool) -> None:
         b.input("i", (5, 1), "int32"),
         b.input("u", (5, 8), "float32"),
     )
-    scatter(
-        b, "scatter", x, ids, new, ScatterDims(window_dims=[1], inserted=[0], indexed=[0]), combines=combines
-    )
+    scatter(b, "scatter", x, ids, new, IndexedDims(window=[1], dropped=[0], indexed=[0]), combines=combines)
     node = verify(b.finish()).nodes[-1]
     assert node.main.einsum == "x0 x1, i0 1, i0 x1 -> x0 x1" and node.main.worked == ("i0", "x1")
     assert node.space["i0"].kind == ("reduction" if combines else "replicated")

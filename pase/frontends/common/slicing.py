@@ -147,11 +147,10 @@ def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
             c.tensor(x),
             c.tensor(indices),
             shape,
-            indexed.GatherDims(
-                offset_dims=[i for i in range(len(shape)) if not axis <= i < axis + n],
-                collapsed=(axis,),
+            indexed.IndexedDims(
+                window=[i for i in range(len(shape)) if not axis <= i < axis + n],
+                dropped=(axis,),
                 indexed=(axis,),
-                slice_sizes=[1 if i == axis else s for i, s in enumerate(x.shape)],
             ),
         )
     )
@@ -179,11 +178,10 @@ def take_along(c: Site, x: Value, ids: Value, axis: int) -> Value:
             c.tensor(x),
             c.tensor(indices),
             ids.shape,
-            indexed.GatherDims(
-                offset_dims=(),
-                collapsed=(axis,),
+            indexed.IndexedDims(
+                window=(),
+                dropped=(axis,),
                 indexed=(axis,),
-                slice_sizes=[1] * rank,
                 x_batch=others,
                 ids_batch=others,
             ),

@@ -443,11 +443,10 @@ def _gather(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence
             x,
             ids,
             shape,
-            indexed.GatherDims(
-                offset_dims=d.offset_dims,
-                collapsed=d.collapsed_slice_dims,
+            indexed.IndexedDims(
+                window=d.offset_dims,
+                dropped=d.collapsed_slice_dims,
                 indexed=moving(d.start_index_map, gather_windows(eqn), x.shape, p["mode"]),
-                slice_sizes=[_size(n) for n in p["slice_sizes"]],
                 x_batch=d.operand_batching_dims,
                 ids_batch=d.start_indices_batching_dims,
             ),
@@ -474,9 +473,9 @@ def _scatter(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequenc
             x,
             ids,
             updates,
-            indexed.ScatterDims(
-                window_dims=d.update_window_dims,
-                inserted=d.inserted_window_dims,
+            indexed.IndexedDims(
+                window=d.update_window_dims,
+                dropped=d.inserted_window_dims,
                 indexed=moving(
                     d.scatter_dims_to_operand_dims, scatter_windows(eqn), x.shape, eqn.params["mode"]
                 ),

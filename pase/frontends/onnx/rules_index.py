@@ -52,11 +52,10 @@ def _gather_nd(c: OnnxCall) -> Value:
             c.tensor(x),
             c.tensor(ids),
             shape,
-            indexed.GatherDims(
-                offset_dims=list(range(n, len(shape))),
-                collapsed=found,
+            indexed.IndexedDims(
+                window=list(range(n, len(shape))),
+                dropped=found,
                 indexed=found,
-                slice_sizes=[1 if i < batch + k else s for i, s in enumerate(x.shape)],
                 x_batch=list(range(batch)),
                 ids_batch=list(range(batch)),
             ),
@@ -99,9 +98,7 @@ def _scatter_nd(c: OnnxCall) -> Value:
             c.tensor(x),
             c.tensor(ids),
             c.tensor(updates),
-            indexed.ScatterDims(
-                window_dims=list(range(n, len(updates.shape))), inserted=found, indexed=found
-            ),
+            indexed.IndexedDims(window=list(range(n, len(updates.shape))), dropped=found, indexed=found),
             combines=how != "none",
         )
     return c.value(made)

@@ -372,11 +372,10 @@ def _gather(c: TfCall) -> Sequence[TfResult]:
             x,
             nests.reshape(c.b, c.x(1), (*ids, 1)),
             out,
-            indexed.GatherDims(
-                offset_dims=offset,
-                collapsed=(axis,),
+            indexed.IndexedDims(
+                window=offset,
+                dropped=(axis,),
                 indexed=(axis,),
-                slice_sizes=[1 if i == axis or i < batch else s for i, s in enumerate(shape)],
                 x_batch=range(batch),
                 ids_batch=range(batch),
             ),
@@ -399,11 +398,10 @@ def _gather_nd(c: TfCall) -> Sequence[TfResult]:
             x,
             c.x(1),
             out,
-            indexed.GatherDims(
-                offset_dims=range(len(ids) - 1, len(out)),
-                collapsed=range(n),
+            indexed.IndexedDims(
+                window=range(len(ids) - 1, len(out)),
+                dropped=range(n),
                 indexed=range(n),
-                slice_sizes=[1] * n + list(shape[n:]),
             ),
         )
     ]
@@ -435,9 +433,7 @@ def _scatter(c: TfCall) -> Sequence[TfResult]:
             x,
             c.x(at),
             c.x(of),
-            indexed.ScatterDims(
-                window_dims=range(len(ids) - 1, len(updates)), inserted=range(n), indexed=range(n)
-            ),
+            indexed.IndexedDims(window=range(len(ids) - 1, len(updates)), dropped=range(n), indexed=range(n)),
             combines=c.node.op != "TensorScatterUpdate",
         )
     return [made]
@@ -467,7 +463,7 @@ def _segment(c: TfCall) -> Sequence[TfResult]:
             x,
             rows,
             c.x(0),
-            indexed.ScatterDims(window_dims=range(len(ids), len(shape)), inserted=(0,), indexed=(0,)),
+            indexed.IndexedDims(window=range(len(ids), len(shape)), dropped=(0,), indexed=(0,)),
         )
     return [made]
 

@@ -281,11 +281,10 @@ def _index(c: TorchCall) -> Value:
         c.tensor(x),
         c.tensor(_together(c, ids)),
         c.shape_out,
-        indexed.GatherDims(
-            offset_dims=[i for i in range(len(c.shape_out)) if not first <= i < first + n],
-            collapsed=at,
+        indexed.IndexedDims(
+            window=[i for i in range(len(c.shape_out)) if not first <= i < first + n],
+            dropped=at,
             indexed=at,
-            slice_sizes=[1 if i in at else s for i, s in enumerate(x.shape)],
         ),
     )
     return c.value(made)
@@ -305,8 +304,8 @@ def _index_put(c: TorchCall) -> Value:
         c.tensor(x),
         c.tensor(_together(c, ids)),
         c.tensor(_wide(c, new, shape)),
-        indexed.ScatterDims(
-            window_dims=[i for i in range(len(shape)) if not first <= i < first + n], inserted=at, indexed=at
+        indexed.IndexedDims(
+            window=[i for i in range(len(shape)) if not first <= i < first + n], dropped=at, indexed=at
         ),
         combines=bool(c.arg("accumulate", False)),
     )
@@ -323,8 +322,8 @@ def _index_add(c: TorchCall) -> Value:
         c.tensor(x),
         c.tensor(c.reshape(ids, (ids.elements, 1))),
         c.tensor(new),
-        indexed.ScatterDims(
-            window_dims=[i for i in range(len(new.shape)) if i != axis], inserted=[axis], indexed=[axis]
+        indexed.IndexedDims(
+            window=[i for i in range(len(new.shape)) if i != axis], dropped=[axis], indexed=[axis]
         ),
         combines=c.op == "index_add",
     )
