@@ -42,9 +42,6 @@ __all__ = ["Computes", "Dims", "GraphBuilder", "Read", "Write", "parallel_dims",
 Dims = dict[str, tuple[Size, DimKind]]
 """Iteration dims by name, each with its size and kind."""
 
-Standing = tuple[SourceLine, Place, bool, tuple[Scope, ...], Size, float, bool, bool]
-"""The position of a builder, as ``GraphBuilder.here`` returns it."""
-
 _MAX_NODES = 2_000_000
 
 
@@ -85,6 +82,27 @@ class Computes:
     differentiable: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """The loops and branches around a nest, as ``pase.ir.Op`` has them."""
+
+    scope: tuple[Scope, ...] = ()
+    times: Size = 1
+    chance: float = 1.0
+    remat: bool = False
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A position at which nests are added."""
+
+    source: SourceLine
+    eqn: Place
+    frozen: bool
+    around: Surroundings
+
+
 @dataclass
 class GraphBuilder:
     """A graph under construction, and the position (loop, branch, source line) at which the next nests are added."""
@@ -111,11 +129,7 @@ class GraphBuilder:
     lying: set[str] = field(default_factory=set)
     """Tensors that are parts of other tensors and are read in place."""
     _undetermined: bool = False
-    _scope: tuple[Scope, ...] = ()
-    _times: Size = 1
-    _chance: float = 1.0
-    _remat: bool = False
-    _backward: bool = False
+    _around: Surroundings = Surroundings()
     _count: int = 0
 
     @contextmanager
@@ -128,53 +142,40 @@ class GraphBuilder:
         times: the trip count of the loop.
         chance: the probability that the branch is taken.
         """
-        saved = self._scope, self._times, self._remat, self._chance
-        self._scope, self._times, self._remat = (
-            (*saved[0], Scope(kind, path)),
-            saved[1] * times,
-            saved[2] or remat,
+        a = self._around
+        inside = replace(
+            a,
+            scope=(*a.scope, Scope(kind, path)),
+            times=a.times * times,
+            chance=a.chance * chance,
+            remat=a.remat or remat,
         )
-        self._chance = saved[3] * chance
+        with self._surrounded(inside):
+            yield
+
+    @contextmanager
+    def _surrounded(self, by: Surroundings) -> Iterator[None]:
+        before, self._around = self._around, by
         try:
             yield
         finally:
-            self._scope, self._times, self._remat, self._chance = saved
+            self._around = before
 
     def here(self) -> Standing:
         """The position at which the next nests would be added."""
-        return (
-            self.source,
-            self.eqn,
-            self.frozen,
-            self._scope,
-            self._times,
-            self._chance,
-            self._remat,
-            self._backward,
-        )
+        return Standing(self.source, self.eqn, self.frozen, self._around)
 
     @contextmanager
     def standing(self, at: Standing) -> Iterator[None]:
         """A context that adds nests at a position that ``here`` returned earlier. A value that is made only when it is
         first read, perhaps inside a loop or a branch, belongs where it was defined."""
         before = self.here()
-        self._stand(at)
+        self.source, self.eqn, self.frozen = at.source, at.eqn, at.frozen
         try:
-            yield
+            with self._surrounded(at.around):
+                yield
         finally:
-            self._stand(before)
-
-    def _stand(self, at: Standing) -> None:
-        (
-            self.source,
-            self.eqn,
-            self.frozen,
-            self._scope,
-            self._times,
-            self._chance,
-            self._remat,
-            self._backward,
-        ) = at
+            self.source, self.eqn, self.frozen = before.source, before.eqn, before.frozen
 
     def weigh(self, first: int, scope: Scope, chance: float) -> None:
         """Sets the probability of a branch after it was lowered. first: the number of nodes before the branch."""
@@ -233,12 +234,8 @@ class GraphBuilder:
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         """A context in which added nests run once during backward, in the loops and branches of the forward here."""
-        before = self._backward, self._remat
-        self._backward, self._remat = True, False
-        try:
+        with self._surrounded(replace(self._around, backward=True, remat=False)):
             yield
-        finally:
-            self._backward, self._remat = before
 
     def parameter(self, path: str, shape: Sequence[Size], dtype: str) -> Tensor:
         """Adds a parameter: a node whose config is the layout in which the parameter is stored."""
@@ -265,7 +262,7 @@ class GraphBuilder:
 
     def tell(self, attributes: object) -> None:
         """Notes what the program says about the op that is being lowered. It is not part of the graph."""
-        if not self._backward:
+        if not self._around.backward:
             self.attributes.setdefault(self.eqn, []).append(attributes)
 
     def output(self, tensor: Tensor) -> None:
@@ -331,11 +328,11 @@ class GraphBuilder:
             differentiable=differentiable,
             source=self.source,
             eqn=self.eqn,
-            scope=self._scope,
-            times=self._times,
-            chance=self._chance,
-            remat=self._remat and not self.saved,
-            backward=self._backward,
+            scope=self._around.scope,
+            times=self._around.times,
+            chance=self._around.chance,
+            remat=self._around.remat and not self.saved,
+            backward=self._around.backward,
             literals=None if self._undetermined else literals,
             parameters=computes.parameters,
             precision=self.precision.get(kind),
@@ -374,10 +371,10 @@ class GraphBuilder:
             flops_per_point=0,
             source=node.ops[0].source,
             eqn=node.ops[0].eqn,
-            scope=self._scope,
-            times=self._times,
-            chance=self._chance,
-            remat=self._remat,
+            scope=self._around.scope,
+            times=self._around.times,
+            chance=self._around.chance,
+            remat=self._around.remat,
             differentiable=not self.frozen,
         )
         self.nodes[at] = replace(node, ops=(*node.ops, back))
