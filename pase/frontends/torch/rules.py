@@ -328,7 +328,8 @@ def _extreme(c: TorchCall) -> Value | Sequence[Value]:
         return c.pointwise(FUNCTIONS[c.op])
     keep, axes = bool(c.arg("keepdim", False)), c.dims("dim", len(x.shape))
     name = c.op if c.op.startswith("arg") else f"reduce_{c.op}"
-    made = _over(c, FUNCTIONS[name], x, axes, keep, combines=not c.op.startswith("arg"))
+    combines = c.op in ("max", "min")  # no collective multiplies
+    made = _over(c, FUNCTIONS[name], x, axes, keep, combines=combines)
     if len(c.outs) == 1:
         return made
     (where,) = nests.reduce(

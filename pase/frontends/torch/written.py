@@ -615,6 +615,28 @@ def _bilinear(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None = None
     return made if bias is None else made + bias
 
 
+@_always("conv1d.padding", "conv2d.padding", "conv3d.padding")
+def _padded_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1,),
+    padding: str = "valid",
+    dilation: Sequence[int] = (1,),
+    groups: int = 1,
+) -> Tensor:
+    """A convolution whose padding is named. Where its ends differ, PyTorch pads the end by one more."""
+    from torch.nn.functional import conv1d, conv2d, conv3d, pad
+
+    n = weight.dim() - 2
+    every = list(dilation) * (n if len(dilation) == 1 else 1)
+    overlap = [d * (k - 1) * (padding == "same") for d, k in zip(every, weight.shape[2:], strict=True)]
+    if any(rows % 2 for rows in overlap):
+        x = pad(x, [more for rows in reversed(overlap) for more in (0, rows % 2)])
+    convolution = (conv1d, conv2d, conv3d)[n - 1]
+    return convolution(x, weight, bias, stride, [rows // 2 for rows in overlap], dilation, groups)
+
+
 # Pooling by maxima whose places are read.
 
 

@@ -110,7 +110,36 @@ def formulas() -> dict[str, Any]:
         shares, many = (m.w * x).softmax(-1), torch.bincount(x.argmax(-1), minlength=16)
         return (shares.mean(0) * many / many.sum()).sum() + (shares * x).square().mean()
 
+    def extremes(m: Any, x: Any) -> Any:
+        """Extremes and products over all elements, which several readers or the loss itself combine."""
+        y = m.w * x
+        scaled = (y / y.abs().max()).square().mean() + (y / (y.aminmax()[1] - y.aminmax()[0])).square().mean()
+        products = (y + 1).prod(1).mean() / 1e9 + (0.1 * y + 1).prod(0).mean() + (0.1 * m.w + 1).prod()
+        return scaled + products + y.amax() + (m.w + x).min()
+
+    def windows(m: Any, x: Any) -> Any:
+        """Convolutions whose padding is named, with equal and with different ends, and pools to a given size."""
+        y = (m.w * x).view(4, 4, 16)
+        even, odd = m.w[:8].reshape(8, 4, 4), m.w[8:, :12].reshape(8, 4, 3)
+        made = F.conv1d(y, even, padding="same") * F.conv1d(y, odd, padding="same", dilation=2)
+        image = F.conv2d(y[:, None], m.w[:2, :6].view(2, 1, 2, 3), padding="same")
+        pooled = F.adaptive_max_pool2d(image, (2, 8)).mean() + F.adaptive_max_pool1d(y, 4).mean()
+        return made.square().mean() + F.conv1d(y, odd, padding="valid").mean() + pooled
+
+    def filters(m: Any, x: Any) -> Any:
+        """Filters of four elements, which may be split themselves."""
+        y = (m.w * x).view(4, 4, 16)
+        wide, deep = m.w[:8].reshape(8, 4, 4), m.w[:1].reshape(4, 1, 4)
+        made = F.conv1d(y, wide, m.w[0, :8], padding=3, dilation=2).square().mean()
+        made = made + F.conv1d(y, deep, padding=3, groups=4).square().mean()
+        image = F.conv2d(y.reshape(4, 4, 4, 4), m.w.view(4, 4, 4, 4), stride=2, padding=1)
+        back = F.conv_transpose1d(y, wide.reshape(4, 8, 4), stride=2, padding=1)
+        return made + image.square().mean() + back.square().mean()
+
     return {
+        "extremes": extremes,
+        "windows": windows,
+        "filters": filters,
         "filled": filled,
         "counts": counts,
         "joined": joined,

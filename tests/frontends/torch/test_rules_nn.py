@@ -88,5 +88,6 @@ def test_attention_reads_heads_that_queries_share_without_a_copy_for_each(read: 
     assert k.name in kept(graph) and not wide & kept(graph).keys()
 
 
-def test_rounding_to_a_grid_is_that_of_the_unsharded_step() -> None:
-    assert_unsharded("grids")
+@pytest.mark.parametrize("kind", ["grids", "extremes", "windows", "filters"])
+def test_the_step_is_the_unsharded_one(kind: str) -> None:
+    assert_unsharded(kind)

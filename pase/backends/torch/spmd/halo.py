@@ -12,6 +12,7 @@ from pase.backends.torch.spmd.collectives import there_and_back
 from pase.backends.torch.spmd.rules import RANK_RULES, RankCall
 from pase.backends.torch.spmd.values import NotOnParts
 from pase.local.halo import widened, widened_back
+from pase.local.parts import held
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,18 +33,55 @@ _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
 
 @RANK_RULES.register(*_CONVOLUTIONS)
 def _convolution(call: RankCall) -> Tensor:
-    """The batch, channels, groups and spatial dims may be split."""
+    """The batch, channels, groups and spatial dims may be split, and the elements of the filter."""
     x, w = call.given["input"], call.given["weight"]
-    if call.given.get("transposed"):
-        return _unsplit(call, "input")
     n, groups = w.dim() - 2, call.given.get("groups", 1)
-    changes = {} if groups == 1 else {"groups": x.shape[-w.dim() + 1] // w.shape[1]}
+    whole = _whole_filter(call, n)
+    if call.given.get("transposed"):
+        return _unsplit(call, "input", whole)
+    changes = {"weight": whole} | ({} if groups == 1 else {"groups": x.shape[-w.dim() + 1] // w.shape[1]})
     if not call.split("input") & set(range(x.dim() - n, x.dim())):
         return call.run(**changes)
-    if isinstance(call.given["padding"], str):
-        raise NotOnParts("its padding is given as a string, and a dim along which its window moves is split")
     x, left = _with_neighbours(call, "input", _each(call.given["padding"], n), None)
     return call.run(input=x, padding=left, **changes)
+
+
+def _whole_filter(call: RankCall, n: int) -> Tensor:
+    """The filter, with zeros for what other ranks have of its last n dims: the first element places the window."""
+    import torch
+
+    w, (shape, layout), groups = call.given["weight"], call.layouts["weight"], call.groups
+    for d in call.split("weight") & set(range(w.dim() - n, w.dim())):
+        own = torch.tensor(held(shape, layout, groups.place, groups.mesh)[d].tolist(), device=w.device)
+        w = w.new_zeros((*w.shape[:d], shape[d], *w.shape[d + 1 :])).index_copy(d, own, w)
+    return w
+
+
+@RANK_RULES.register("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _transposed(call: RankCall) -> Tensor:
+    return _unsplit(call, "input", _whole_filter(call, call.given["weight"].dim() - 2))
+
+
+@RANK_RULES.register(
+    *(f"adaptive_{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)),
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+)
+def _adaptive_pool(call: RankCall) -> Tensor | tuple[Tensor, ...]:
+    """Where windows do not overlap, a rank has whole ones, and makes as many elements as it has windows."""
+    x, (whole, _), n = (
+        call.given["self"],
+        call.layouts["self"],
+        int(str(call.target).partition("_pool")[2][0]),
+    )
+    sizes = list(call.whole[0].shape[-n:])
+    for k, d in enumerate(range(x.dim() - n, x.dim())):
+        if d not in call.split() or sizes[k] == 1:
+            continue
+        if whole[d] % sizes[k]:
+            raise NotOnParts("its windows overlap, and a dim along which they move is split")
+        sizes[k] = sizes[k] * x.shape[d] // whole[d]
+    return call.run(output_size=sizes)
 
 
 @RANK_RULES.register(*_POOLS)
@@ -61,10 +99,10 @@ def _pool(call: RankCall) -> Tensor:
     return call.run(self=x, padding=left)
 
 
-def _unsplit(call: RankCall, name: str) -> Tensor:
+def _unsplit(call: RankCall, name: str, weight: Tensor) -> Tensor:
     if any(o.halo for op in call.ops for o in op.operands):
         raise NotOnParts("it is transposed, and a dim along which its window moves is split")
-    return call.run()
+    return call.run(weight=weight)
 
 
 def _each(given: int | Sequence[int], n: int) -> list[int]:

@@ -213,14 +213,11 @@ def _extreme(call: RankCall) -> Tree:
     if not call.split() & axes:
         return call.run()
     (result,) = call.ops[-1].results
-    over, combine, groups = result.summed, call.ops[-1].combine, call.groups
-    here = call.run()
-    if not over:  # the edge to the reader combines the parts
-        if x.requires_grad:
-            raise NotOnParts(
-                "its reader combines its parts, so this rank does not know which elements attain it"
-            )
+    combine, groups = call.ops[-1].combine, call.groups
+    here, later = call.run(), result.layout.partial_axes(groups.mesh)
+    if later and not x.requires_grad:  # the edge to the reader combines the parts
         return here
+    over = later or result.summed  # every rank needs the extreme, to know which elements attain it
     top = groups.all_reduce(here.detach(), over, combine)
     if not x.requires_grad:
         return top
