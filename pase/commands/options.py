@@ -282,6 +282,8 @@ def print_headline(out: Console, report: JsonObject) -> None:
     conclusion."""
     for problem in report["problems"]:
         out.print(f"note: {problem}")
+    if report.get("verdict"):
+        out.print(report["verdict"], markup=False, highlight=False)
     out.print(report["headline"])
 
 

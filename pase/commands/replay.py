@@ -244,8 +244,6 @@ def _degrees(
 def _summary(report: JsonObject) -> None:
     from rich.table import Table
 
-    from pase.replay.reports.spent import spent_lines
-
     out = console()
     print_headline(out, report)
     out.print(
@@ -273,8 +271,7 @@ def _summary(report: JsonObject) -> None:
         )
         out.print(f"iteration {i['iteration']}: {i['measured_s'] * 1e3:.2f} ms{predicted}{note}")
     if report["spent"]:
-        for line in spent_lines(max(report["spent"], key=lambda s: s["step_s"]), 5):
-            out.print(line, markup=False, highlight=False)
+        out.print(f"where the time goes, and why: pase diagnose {report['source']}", highlight=False)
     for w in report["what_if"]:
         out.print(
             f"what if {w['knob']}: {w['iteration_s'] * 1e3:.2f} ms (now {w['base_s'] * 1e3:.2f}, ×{w['speedup']:.3f})",

@@ -22,6 +22,8 @@ from pase.replay.reports.trust import Run
 
 __all__ = ["Diagnosis", "Evidence", "Finding", "MoreAdvice", "diagnose_run"]
 
+_SAME = 0.95
+"""The part of the gain of free collectives from which hiding those of one kind is the same finding."""
 _WORTH = 0.005
 """Findings that concern less than this fraction of the iteration are left out."""
 
@@ -61,6 +63,17 @@ MoreAdvice = Callable[[Scene, Sequence[Spending]], list[Finding]]
 """Finds what to change in a run, and what that saves."""
 
 
+def _of_communication_once(found: list[Finding]) -> list[Finding]:
+    """The findings; what to do about the one kind of collective that is exposed joins the finding about all of them,
+    because both are of the same time."""
+    apart = [f for f in found if f.kind == "overlap"]
+    whole = next((f for f in found if f.kind == "exposed-communication"), None)
+    if whole is None or len(apart) != 1 or apart[0].cost_ns < _SAME * whole.cost_ns:
+        return found
+    joined = replace(whole, detail=f"{whole.detail} {apart[0].detail}")
+    return [joined if f is whole else f for f in found if f is not apart[0]]
+
+
 def diagnose_run(m: Measured, looks: Sequence[MoreAdvice] = ()) -> Diagnosis:
     """Returns the findings about the steady iterations of a measured run.
 
@@ -73,6 +86,7 @@ def diagnose_run(m: Measured, looks: Sequence[MoreAdvice] = ()) -> Diagnosis:
     scene = Scene(run=run, parts=parts, late=late)
     found = [f for look in LOOKS for f in look(scene)] + advice(scene, spent)
     found += [f for look in looks for f in look(scene, spent)]
+    found = _of_communication_once(found)
     # A cause cannot cost more than the time that it takes.
     found = [replace(f, cost_ns=min(f.cost_ns, f.measured_ns)) if f.measured_ns else f for f in found]
     found = [f for f in found if max(f.cost_ns, f.measured_ns) >= _WORTH * run.measured_ns]

@@ -61,7 +61,7 @@ def diagnosis_page(d: Diagnosis, report: JsonObject, date: str = "") -> str:
         notes = "".join(f"<li>{html.escape(p)}" for p in report["problems"])
         sections.append(Section(anchor="notes", title="Notes on the traces", body=f"<ul>{notes}</ul>"))
     lead = (
-        f"<p class='verdict'>{html.escape(_verdict(report))}</p>"
+        f"<p class='verdict'>{html.escape(report['verdict'])}</p>"
         f"<p>{html.escape(report['headline'])} The replay takes {cost_text(report['replayed_s'], 's')}. Each saving is "
         "this time minus that of a replay without the cause; savings overlap. Times of evidence count from the "
         "beginning of the trace.</p>"
@@ -82,21 +82,6 @@ def _title(report: JsonObject) -> str:
     devices = sorted({s["device"] for s in report["spent"] if s["device"]})
     on = f"{ranks} rank{'s' * (ranks > 1)}" + (f" of {', '.join(devices)}" if devices else "")
     return f"{Path(report['source']).name}: {cost_text(report['measured_s'], 's')} an iteration on {on}"
-
-
-def _verdict(report: JsonObject) -> str:
-    """What takes most of an iteration on some rank, and what would save most."""
-    parts = [(p["seconds"], r, p) for r in report["ranks"] for p in r["parts"] if r["measured_s"]]
-    said = ""
-    if parts:
-        seconds, r, p = max(parts, key=lambda x: x[0])
-        who = f"Rank {r['rank']}" if len(report["ranks"]) > 1 else "The device"
-        said = f"{who} spends {seconds / r['measured_s']:.0%} of its iteration {p['in_words']}. "
-    best = max(report["findings"], key=lambda f: f["cost_s"] or 0.0, default=None)
-    if best is None or not best["cost_s"]:
-        return f"{said}No change would save much."
-    saved = f"{cost_text(best['cost_s'], 's')}, {best['share']:.0%}"
-    return f"{said}Most would be saved here ({saved}): {best['title']}"
 
 
 def _finding(f: JsonObject, tested: bool) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from pase.errors import Infeasible, PaseError
 from pase.files.json_values import JsonObject
+from pase.files.quantities import cost_text
 from pase.replay.changes.rewrite import Rewrite, Rewritten
 from pase.replay.changes.whatif import by_knob
 from pase.replay.graph import DataflowGraph
@@ -360,6 +361,21 @@ def _op_seconds(t: Timeline, iterations: list[int] | None) -> dict[str, float]:
     return {t.names[i]: float(total[i]) / 1e9 / runs / ranks for i in np.flatnonzero(total).tolist()}
 
 
+def _verdict(ranks: Sequence[JsonObject], d: Diagnosis) -> str:
+    """What takes most of an iteration on some rank, and what would save most, if that is known."""
+    parts = [(p["seconds"], r, p) for r in ranks for p in r["parts"] if r["measured_s"]]
+    if not parts:
+        return ""
+    seconds, r, p = max(parts, key=lambda x: x[0])
+    who = f"Rank {r['rank']}" if len(ranks) > 1 else "The device"
+    said = f"{who} spends {seconds / r['measured_s']:.0%} of its iteration {p['in_words']}"
+    best = max(d.findings, key=lambda f: f.cost_ns, default=None)
+    if best is None or best.cost_ns <= 0:
+        return f"{said}."
+    saved = f"{cost_text(best.cost_ns / 1e9, 's')}, {best.cost_ns / d.iteration_ns:.0%}"
+    return f"{said}. Most would be saved here ({saved}): {best.title}"
+
+
 def diagnosis_report(source: str, d: Diagnosis) -> JsonObject:
     """Returns everything that ``pase diagnose`` prints. Times are in seconds; events count from the trace's begin."""
     t = d.run.measured.timeline
@@ -373,6 +389,7 @@ def diagnosis_report(source: str, d: Diagnosis) -> JsonObject:
     return {
         "source": source,
         **summary(d.run),
+        "verdict": _verdict(ranks, d),
         "iteration_s": d.iteration_ns / 1e9,
         "findings": [
             {

@@ -67,6 +67,8 @@ def test_the_answer_comes_first_and_tables_of_ops_last(diagnosis: Diagnosis) -> 
         "Notes on the traces",
     ]
     assert f"<title>monday: {report['measured_s'] * 1e3:.3g} ms an iteration on " in made
+    assert f"<p class='verdict'>{html.escape(report['verdict'])}</p>" in made
+    assert "of its iteration" in report["verdict"] and report["findings"][0]["title"] in report["verdict"]
     # Within the section, what saves most comes first.
     saved = [f["cost_s"] for f in report["findings"]]
     titles = [html.escape(f["title"]) for f in report["findings"]]
@@ -83,3 +85,10 @@ def test_gains_of_one_iteration_have_an_unknown_error(tmp_path: Path) -> None:
         report = diagnosis_report("x", d)
         assert report["tested"] == tested and any(f["cost_s"] for f in report["findings"])
         assert ("%, error unknown)</span>" in diagnosis_page(d, report)) != tested
+
+
+def test_what_to_do_about_one_kind_of_collective_is_said_once(tmp_path: Path) -> None:
+    """If all are of one kind, to make them free and to hide them behind compute save the same time."""
+    d = diagnose_run(measured(tmp_path, simulate(ImaginedRun(ranks=3, iterations=4))))
+    by_kind = {f.kind: f for f in d.findings}
+    assert "overlap" not in by_kind and "batch in two halves" in by_kind["exposed-communication"].detail
