@@ -9,6 +9,8 @@ import pytest
 from pase.backends.torch.stepper import TorchStep, checked
 from pase.errors import PaseError
 
+pytestmark = pytest.mark.torch
+
 
 class Recorded:
     """A parallel module, its optimizer and a check's result, that note the calls."""
