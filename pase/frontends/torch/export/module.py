@@ -444,6 +444,22 @@ def _input_path(leaf: str, arguments: Mapping[str, str]) -> str:
     return leaf
 
 
+def _writes_trained(path: str, writer: FxNode) -> PaseError:
+    """The error about a trained parameter that forward writes. writer: the node whose value it gets."""
+    if "renorm" in str(writer.target):
+        return PaseError(
+            "max_norm of an embedding writes the table, which is trained, in forward",
+            where=path,
+            fix="leave max_norm out, and bound the rows after the optimizer's update: table.mul_((max_norm / "
+            "table.norm(dim=1, keepdim=True)).clamp(max=1)) under torch.no_grad()",
+        )
+    return PaseError(
+        "the step writes a parameter that is trained",
+        where=path,
+        fix="write it after the optimizer's update, outside of forward",
+    )
+
+
 def _described(
     exported: ExportedProgram,
     first: Mapping[str, tuple[str, bool]],
@@ -476,11 +492,7 @@ def _described(
             path = (spec.target or "").removeprefix(_INSIDE)
             path, trained = first.get(path, (path, False))
             if trained:
-                raise PaseError(
-                    "the step writes a parameter that is trained",
-                    where=path,
-                    fix="write it after the optimizer's update, outside of forward",
-                )
+                raise _writes_trained(path, next(n for n in exported.graph.nodes if n.name == spec.arg.name))
             written[spec.arg.name] = path
         elif spec.kind is OutputKind.USER_OUTPUT:
             losses.append(spec.arg.name)

@@ -54,3 +54,12 @@ def test_a_batch_given_as_a_tuple_before_its_loss_says_how_to_give_it() -> None:
         and "(Linear, tuple)" in e.value.what
         and "(module, x, y, loss)" in e.value.fix
     )
+
+
+def test_a_table_that_forward_bounds_is_refused_with_what_bounds_it_later() -> None:
+    import torch
+
+    table = torch.nn.Embedding(8, 4, max_norm=1.0)
+    with pytest.raises(PaseError, match="max_norm") as e:
+        registry.trace(table, torch.zeros(4, dtype=torch.long), loss=lambda m, x: m(x).square().mean())
+    assert e.value.where == "weight" and "after the optimizer's update" in e.value.fix
