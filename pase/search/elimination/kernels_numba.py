@@ -23,11 +23,56 @@ _Q_BLOCK = 512
 _SEGMENT_BLOCK = 128
 
 
+@jit(inline=True)
+def _add_to_row(left, right, out, values, x, p, part):
+    """Lower row p of out[x], in a part of it, by each of a range of values c."""
+    row = out[x, p, part[0] : part[1]]
+    for c in range(values[0], values[1]):
+        a, b = left[c, x, p], right[c, x, part[0] : part[1]]
+        for q in range(b.size):
+            t = a + b[q]
+            row[q] = t if t < row[q] else row[q]
+
+
+@jit(inline=True)
+def _add_to_four_rows(left, right, out, values, x, p, part):
+    """The same for four rows from p on, two values at a time. Returns the first value that is left over.
+
+    Each loaded value of right serves four rows, and rows of out are loaded and stored once per two operations (twice as
+    fast as one row by four values).
+    """
+    start, stop = part
+    o0, o1 = out[x, p, start:stop], out[x, p + 1, start:stop]
+    o2, o3 = out[x, p + 2, start:stop], out[x, p + 3, start:stop]
+    c = values[0]
+    while c + 2 <= values[1]:
+        a0, a1, a2, a3 = left[c, x, p], left[c, x, p + 1], left[c, x, p + 2], left[c, x, p + 3]
+        d0, d1, d2, d3 = (
+            left[c + 1, x, p],
+            left[c + 1, x, p + 1],
+            left[c + 1, x, p + 2],
+            left[c + 1, x, p + 3],
+        )
+        b, e = right[c, x, start:stop], right[c + 1, x, start:stop]
+        for q in range(b.size):
+            b0, e0 = b[q], e[q]
+            t0, t1, t2, t3 = a0 + b0, a1 + b0, a2 + b0, a3 + b0
+            u0, u1, u2, u3 = d0 + e0, d1 + e0, d2 + e0, d3 + e0
+            t0 = t0 if t0 < u0 else u0
+            t1 = t1 if t1 < u1 else u1
+            t2 = t2 if t2 < u2 else u2
+            t3 = t3 if t3 < u3 else u3
+            o0[q] = t0 if t0 < o0[q] else o0[q]
+            o1[q] = t1 if t1 < o1[q] else o1[q]
+            o2[q] = t2 if t2 < o2[q] else o2[q]
+            o3[q] = t3 if t3 < o3[q] else o3[q]
+        c += 2
+    return c
+
+
 @jit("void(float64[:,:,::1], float64[:,:,::1], float64[:,:,::1], int64, int64)")
 def _min_plus_rows(left, right, out, lo, hi):
-    # Rows lo … hi of out, seen as [X * P, Q]. Blocks of right stay in cache while rows are processed. Four rows and two
-    # values of c are processed at a time: each loaded value of right serves four rows, and rows of out are loaded and
-    # stored once per two operations (twice as fast as one row by four values).
+    """Rows lo … hi of out, seen as [X * P, Q]. Blocks of right stay in cache while rows are processed."""
     c_all, _, p_all = left.shape
     q_all = right.shape[2]
     for r in range(lo, hi):
@@ -41,54 +86,12 @@ def _min_plus_rows(left, right, out, lo, hi):
             while r < hi:
                 x = r // p_all
                 p = r - x * p_all
-                c = c0
+                c, rows = c0, 1
                 if r + 4 <= hi and p + 4 <= p_all:
-                    o0 = out[x, p, q0:q1]
-                    o1 = out[x, p + 1, q0:q1]
-                    o2 = out[x, p + 2, q0:q1]
-                    o3 = out[x, p + 3, q0:q1]
-                    while c + 2 <= c1:
-                        a0 = left[c, x, p]
-                        a1 = left[c, x, p + 1]
-                        a2 = left[c, x, p + 2]
-                        a3 = left[c, x, p + 3]
-                        d0 = left[c + 1, x, p]
-                        d1 = left[c + 1, x, p + 1]
-                        d2 = left[c + 1, x, p + 2]
-                        d3 = left[c + 1, x, p + 3]
-                        b = right[c, x, q0:q1]
-                        e = right[c + 1, x, q0:q1]
-                        for q in range(q1 - q0):
-                            b0 = b[q]
-                            e0 = e[q]
-                            t0 = a0 + b0
-                            t1 = a1 + b0
-                            t2 = a2 + b0
-                            t3 = a3 + b0
-                            u0 = d0 + e0
-                            u1 = d1 + e0
-                            u2 = d2 + e0
-                            u3 = d3 + e0
-                            t0 = t0 if t0 < u0 else u0
-                            t1 = t1 if t1 < u1 else u1
-                            t2 = t2 if t2 < u2 else u2
-                            t3 = t3 if t3 < u3 else u3
-                            o0[q] = t0 if t0 < o0[q] else o0[q]
-                            o1[q] = t1 if t1 < o1[q] else o1[q]
-                            o2[q] = t2 if t2 < o2[q] else o2[q]
-                            o3[q] = t3 if t3 < o3[q] else o3[q]
-                        c += 2
                     rows = 4
-                else:
-                    rows = 1
+                    c = _add_to_four_rows(left, right, out, (c0, c1), x, p, (q0, q1))
                 for i in range(rows):
-                    o0 = out[x, p + i, q0:q1]
-                    for k in range(c, c1):
-                        a0 = left[k, x, p + i]
-                        b = right[k, x, q0:q1]
-                        for q in range(q1 - q0):
-                            t0 = a0 + b[q]
-                            o0[q] = t0 if t0 < o0[q] else o0[q]
+                    _add_to_row(left, right, out, (c, c1), x, p + i, (q0, q1))
                 r += rows
 
 
