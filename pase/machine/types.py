@@ -513,11 +513,9 @@ class Machine:
 
     def for_calls(self) -> Machine:
         """The machine of a program that runs call by call, as PyTorch does: it sends gradients and parameters in
-        buckets, sums the gradients of a tensor's readers, and sends beside compute, whatever the machine's compiler
-        does. The digest stays, because a plan names that of the file."""
-        made = dataclasses.replace(
-            self, bucket_bytes=self.bucket_bytes or BUCKET_BYTES, sums_readers=True, overlaps=True
-        )
+        buckets, and sums the gradients of a tensor's readers, whatever the machine's compiler does. The digest stays,
+        because a plan names that of the file."""
+        made = dataclasses.replace(self, bucket_bytes=self.bucket_bytes or BUCKET_BYTES, sums_readers=True)
         made.__dict__["digest"] = self.digest
         return made
 

@@ -79,11 +79,11 @@ def test_a_mesh_needs_one_name_and_a_size_for_each_axis(names, sizes):
         Mesh(names=names, sizes=sizes)
 
 
-def test_a_program_of_calls_sends_in_buckets_beside_compute_on_every_machine():
+def test_a_program_of_calls_sends_in_buckets_on_every_machine():
     """Its plans name the file's digest. What a file says of buckets stays."""
-    file = replace(load("h100x8"), bucket_bytes=0.0, sums_readers=False, overlaps=False)
+    file = replace(load("h100x8"), bucket_bytes=0.0, sums_readers=False)
     made = file.for_calls()
-    assert (made.bucket_bytes, made.sums_readers, made.overlaps) == (BUCKET_BYTES, True, True)
+    assert (made.bucket_bytes, made.sums_readers) == (BUCKET_BYTES, True)
     assert made.digest == file.digest != load("h100x8").digest
     assert replace(file, bucket_bytes=5000.0).for_calls().bucket_bytes == 5000.0
     assert load("h100x8").for_calls() == load("h100x8")

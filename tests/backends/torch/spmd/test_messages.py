@@ -333,10 +333,10 @@ def test_the_machine_file_has_the_size_of_a_bucket(machines: float, runs: float,
 
 
 def test_a_plan_for_an_xla_cpu_is_priced_as_pytorch_sends() -> None:
-    """In buckets, beside backward: a gradient alone would pay its own latency, and be waited for."""
+    """In buckets: a gradient alone would pay its own latency."""
     import torch
 
-    on = replace(machine.load("h100x8"), bucket_bytes=0.0, sums_readers=False, overlaps=False)
+    on = replace(machine.load("h100x8"), bucket_bytes=0.0, sums_readers=False)
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)), torch.nn.Flatten(0))
     module, x = module.double(), torch.empty(64, 64, dtype=torch.float64)
 
