@@ -272,7 +272,6 @@ def _concatenate(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Seq
 
 @lowers("stack", "unstack")
 def _stack(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """The stacking dim may not be split."""
     """A stack or unstack. The stacking dim may not be split."""
     stacks = eqn.primitive.name == "stack"
     axis, wide = eqn.params["axis"], _shape(eqn.outvars[0] if stacks else eqn.invars[0])

@@ -25,7 +25,7 @@ from pase.frontends.jax.types import Eqn
 from pase.frontends.jax.versions import evaluate as plain
 from pase.frontends.jax.versions import source_line
 from pase.ir import Size
-from pase.local.reshard import places_of
+from pase.local.reshard import part, places_of
 from pase.local.types import Extents, LocalOperand, LocalProgram, LocalResult
 
 if TYPE_CHECKING:
@@ -180,6 +180,18 @@ def _slice(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     )
     changed = p | {"start_indices": tuple(start), "limit_indices": tuple(limit)}
     return plain(call.eqn.replace(params=changed), ins, call.info)
+
+
+@MANUAL_RULES.register("stack")
+def _stack(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
+    """Constants among the arrays are whole, and are cut as the others are."""
+    axis, wanted, (r,) = call.eqn.params["axis"], call.shapes[0], call.op.results
+    here = None if wanted is None else (*wanted[:axis], *wanted[axis + 1 :])
+    layout, arrays = r.layout.renumbered(lambda d: d - (d > axis)), JaxArrays(call.mesh)
+    parts = [
+        x if here in (None, x.shape) else part(x, call.whole(i), layout, arrays) for i, x in enumerate(ins)
+    ]
+    return plain(call.eqn, parts, call.info)
 
 
 @MANUAL_RULES.register("sharding_constraint", "device_put")

@@ -156,6 +156,8 @@ PROGRAMS = {
     "a bool spread out": lambda a: jnp.where(lax.broadcast_in_dim(True, a.shape, ()) & (a > 0), a, -a),
     "an int spread out": lambda a: a * lax.broadcast_in_dim(3, a.shape, ()),
     "a condition with a number": lambda a: lax.cond(a.sum() > 0, lambda: (a, 1.0), lambda: (-a, 2.0))[0],
+    "a stack with constants": lambda a: jnp.stack([jnp.zeros_like(a), a, jnp.full(a.shape, 0.5)], 1).max(1),
+    "a selection": lambda a: jnp.select([a < 0, a > 1], [a, a * a], 0.5),
     "device_put of a value and a constant": lambda a: sum(jax.device_put((a, jnp.ones((8, 16))))),
     "device_put of two values": lambda a: a @ jax.device_put((a, jnp.sin(a)))[1].T,
     "device_put to a device": lambda a: sum(jax.device_put((a, jnp.ones(16)), jax.devices()[0])),
