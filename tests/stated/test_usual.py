@@ -19,9 +19,15 @@ def test_the_usual_pipeline_is_what_its_strategy_costs() -> None:
     found = usual_pipeline(problem, traced, said.append, PROGRAMS["megatron"])
     assert found is not None and found.fits and said
     s = found.strategy
-    assert s.tensor in (4, 8) and s.pipeline >= 2 and s.sequence and s.devices == devices
+    assert (
+        s.tensor in (1, 2, 4, 8) and s.pipeline >= 2 and s.sequence == (s.tensor > 1) and s.devices == devices
+    )
     again = pase.price(model, devices=devices, strategy=str(s), executor="megatron", machine="h100x8")
     assert again.step_s == found.step_s and again.memory == found.memory
+    for micro in (1, 2):  # narrow layers on one device, and all of a replica's examples at once
+        other = f"dp=8,zero=1,pp=2,micro={micro},remat=selective"
+        priced = pase.price(model, devices=devices, strategy=other, executor="megatron", machine="h100x8")
+        assert found.step_s <= priced.step_s
     paper = SplitProblem.of(traced.graph, devices, "h100x8", "paper", "adam")
     assert usual_pipeline(paper, traced, said.append, PROGRAMS["megatron"]) is None
 
