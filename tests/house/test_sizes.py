@@ -20,7 +20,6 @@ LONGER = {
     "pase/zoo/cnn_branched.py:inception": "the network's table of layers, in the paper's order",
     "pase/replay/measurement/clocks_dpro.py:align_dpro": "the paper's program: constraints, start, objective",
     "tests/replay/simulation/twin.py:simulate": "the twin of a compiled kernel, read beside it",
-    "pase/search/elimination/kernels_numba.py:_min_plus_rows": "a compiled loop, unrolled",
     "bench/audit/mesh_tf.py:compare": "a bench: one step in both frameworks, and the comparison",
     "bench/netlab/buckets.py:run_cells": "a program that runs in a process of its own",
     "bench/published/megatron_gpt.py:gpt": "a model as Megatron writes it",
