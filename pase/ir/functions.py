@@ -112,14 +112,17 @@ round: to the nearest integer, halves to even."""
 _SCRATCH = {
     name: arrays
     for names, arrays in {
-        "abs exp2 expm1 log2 log10 log1p sin sinh cosh lgamma digamma bessel_i0": 1.0,
+        "abs exp2 expm1 log2 log10 log1p sin sinh cosh lgamma digamma polygamma bessel_i0": 1.0,
         "max min": 1.5,
         "xlogy": 1.75,
         "sqrt rsqrt reciprocal square integer_pow cos tan atan div div_no_nan mod rem cumsum": 2.0,
         "asinh acosh atanh": 3.0,
-        "erf erfc erf_inv asin": 4.0,
-        "pow": 4.25,
+        "erf erfc erf_inv asin bessel_i0e zeta": 4.0,
+        "pow bessel_i1": 4.25,
         "acos atan2": 5.0,
+        "bessel_i1e": 6.25,
+        "igamma": 7.0,
+        "igammac": 8.0,
     }.items()
     for name in names.split()
 }

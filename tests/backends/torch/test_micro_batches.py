@@ -84,7 +84,7 @@ def test_a_ratio_of_sums_over_the_batch_is_refused_with_what_to_write() -> None:
         return losses()["counted"](m, i, y) - (q[:, 0].sum() / q.sum())
 
     module, *batch = model()
-    with pytest.raises(pase.PaseError, match=r"div at .*, which is not linear.*each example's own sums"):
+    with pytest.raises(pase.PaseError, match=r"div at .*, whose divisor is a sum.*each example's own sums"):
         pase.compile(module, *batch, loss=dice, devices=1, accumulate=4)
 
 
