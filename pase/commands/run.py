@@ -68,16 +68,19 @@ class Runnable:
         return trace(self.loss_fn, *self.shapes, name=self.name)
 
 
-def runnable(model: str, *, reduced: bool, layers: int | None = None) -> Runnable:
+def runnable(
+    model: str, *, reduced: bool, layers: int | None = None, program: tuple[Tree, ...] | None = None
+) -> Runnable:
     """The model of this name: a zoo model, or the JAX program that package.module:function returns.
 
     reduced: a zoo model in its reduced size, with ``layers`` layers if they are given and the model has such a setting.
+    program: what the function returned, if it was called before.
     """
     from pase import zoo
     from pase.errors import PaseError
 
     if not model.startswith("zoo:"):
-        return _own(model, reduced)
+        return _own(model, reduced, program)
     name = model.removeprefix("zoo:")
     found = zoo.get(name)
     if found.task != "train":
@@ -93,7 +96,7 @@ def runnable(model: str, *, reduced: bool, layers: int | None = None) -> Runnabl
     return Runnable.of_zoo(model, found)
 
 
-def _own(model: str, reduced: bool) -> Runnable:
+def _own(model: str, reduced: bool, program: tuple[Tree, ...] | None) -> Runnable:
     from pase.compiler.resolve import own_program
     from pase.errors import PaseError
     from pase.frontends import registry
@@ -106,9 +109,9 @@ def _own(model: str, reduced: bool) -> Runnable:
             fix="write a function that makes your model smaller, with the same names of layers (two layers, a few "
             "examples), and name it: pase run LAYOUT --model package.module:function --devices 8",
         )
-    if ":" not in model or model.startswith("hf:"):
+    if not _is_own(model):
         _refuse(model)
-    loss_fn, *given = own_program(model)
+    loss_fn, *given = own_program(model) if program is None else program
     frontend = registry.frontend_of(loss_fn)
     if frontend is None or not frontend.programs:
         _refuse(model)
@@ -122,6 +125,11 @@ def _own(model: str, reduced: bool) -> Runnable:
         shapes=tuple(given),
         made_up=only_shapes,
     )
+
+
+def _is_own(model: str) -> bool:
+    """Whether it is the name of a user's function."""
+    return ":" in model and not model.startswith(("zoo:", "hf:"))
 
 
 def _refuse(model: str) -> None:
@@ -185,6 +193,7 @@ def run(
       pase run layout.json --model mypackage.train:two_layers --devices 8
     """
     from pase.api import load
+    from pase.compiler.resolve import own_program
     from pase.errors import Infeasible
 
     plan = load(layout)
@@ -194,11 +203,12 @@ def run(
     _host_devices(devices)
     with progress() as say:
         say("tracing")
-        if not reduced and (module := _torch_module(named)) is not None:
+        program = own_program(named) if _is_own(named) and not reduced else None
+        if program is not None and (module := _torch_module(named, program)) is not None:
             result, found = _in_torch(plan, module, devices, seed, say)
         else:
             chunks = plan.pipeline.chunks if plan.pipeline is not None else None
-            small = runnable(named, reduced=reduced, layers=chunks and 2 * chunks)
+            small = runnable(named, reduced=reduced, layers=chunks and 2 * chunks, program=program)
             placed, dropped = _placed(plan, small.trace(), devices)
             _check_memory(placed, reduced, plan.model)
             result = step_against_unsharded(placed, small, seed, say)
@@ -236,14 +246,14 @@ def _host_devices(devices: int) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _torch_module(model: str) -> TracedTorch | None:
-    """The training step of the PyTorch module that package.module:function returns; None if it is no such function."""
-    from pase.compiler.resolve import own_program
+def _torch_module(model: str, program: tuple[Tree, ...]) -> TracedTorch | None:
+    """The training step of a PyTorch module. None if the program is of another framework.
+
+    program: what the user's function returned.
+    """
     from pase.frontends import registry
 
-    if ":" not in model or model.startswith(("zoo:", "hf:")):
-        return None
-    target, *given = own_program(model)
+    target, *given = program
     frontend = registry.frontend_of(target)
     if frontend is None or not frontend.modules:
         return None

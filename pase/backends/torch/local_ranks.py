@@ -25,21 +25,17 @@ def on_local_ranks(count: int, run: Callable[..., T], *args: object) -> T:
     """
     import torch.multiprocessing as mp
 
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(
-        logging.ERROR
-    )  # it lists each rank that it stops
+    # It lists each rank that it stops.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="pase-ranks-") as folder:
         try:
             mp.spawn(_rank, (count, folder, run, args), nprocs=count)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as e:
             if failed := sorted(Path(folder).glob("failed*")):
                 raise pickle.loads(failed[0].read_bytes()) from None
-            raise PaseError(
-                f"rank {e.error_index} of {count} ended: {str(e).strip()}",
-                fix="try a smaller model"
-                if "SIGKILL" in str(e)
-                else "",  # most often, the memory was used up
-            ) from None
+            # A rank is killed most often because the memory was used up.
+            fix = "try a smaller model" if "SIGKILL" in str(e) else ""
+            raise PaseError(f"rank {e.error_index} of {count} ended: {str(e).strip()}", fix=fix) from None
         answer: T = pickle.loads((Path(folder) / "answer").read_bytes())
     return answer
 
