@@ -89,12 +89,7 @@ def _light(dtype: str, *passes: Any) -> Price:
 def _cast(nbytes: np.ndarray) -> Price:
     """The price of a kernel that brings an operand to eight or four bits, as steps in these bits have it
     (``pase.stated.kernels``)."""
-
-    def price(model: CostModel) -> np.ndarray:
-        device = model.machine.device
-        return nbytes / device.cast_bytes_per_s + device.launch_s
-
-    return price
+    return lambda model: model.machine.device.cast_s(nbytes)
 
 
 def table(file: Path, columns: Sequence[str]) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from msgspec import Meta
@@ -41,6 +41,7 @@ __all__ = [
     "Tile",
 ]
 
+Moved = TypeVar("Moved", float, np.ndarray)
 BUCKET_BYTES = float(25 << 20)
 FIRST_BUCKET_BYTES = float(1 << 20)
 """The first bucket is small, so that sending starts early. As in PyTorch's DistributedDataParallel."""
@@ -283,6 +284,10 @@ class Device:
         return self.memory_bandwidth_bytes_per_s * self.efficiency.get(
             "cast", self.efficiency.get("memory", 1.0)
         )
+
+    def cast_s(self, nbytes: Moved) -> Moved:
+        """The seconds of a kernel that moves these bytes to bring an operand to eight or four bits."""
+        return nbytes / self.cast_bytes_per_s + self.launch_s
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for a dtype. A dtype that is not listed runs at the slowest listed rate, so it is never free."""

@@ -41,8 +41,7 @@ def priced_work(
             passes = max(program.fp8_passes, 1.0) if s.precision == "nvfp4" else program.fp8_passes
             own, had = (2 * (1 + often) + written for often in (passes, SCALE_PASSES))
             w = replace(w, nbytes=w.nbytes * own / had)
-            device = model.machine.device
-            yield w, float(np.ravel(w.nbytes)[0]) / device.cast_bytes_per_s + device.launch_s
+            yield w, model.machine.device.cast_s(float(np.ravel(w.nbytes)[0]))
             continue
         yield w, float(np.ravel(work_price(w, model))[0])
 
