@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 
     from pase.backends.audit.verify import Verified
     from pase.backends.audit.verify_torch import VerifiedTorch
-    from pase.backends.jax.modules import JaxModulePlan
-    from pase.backends.jax.pipeline.circular import JaxCircular
-    from pase.backends.jax.pipeline.modules import StagedModulePlan
-    from pase.backends.jax.pipeline.plan import JaxPipeline
-    from pase.backends.jax.pipeline.replicas import JaxReplicas
-    from pase.backends.jax.plan import JaxPlan, Lowering
+    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.spmd.lower import Lowering
     from pase.backends.torch.pipeline.plan import TorchPipeline
     from pase.backends.torch.plan import TorchPlan
     from pase.compiler.problem.problem import Progress
@@ -150,18 +146,13 @@ class Plan(PlanData):
         return with_buckets(self, policy=policy, options=options)
 
     @cached_property
-    def jax(
-        self,
-    ) -> JaxPlan | JaxModulePlan | JaxPipeline | JaxCircular | JaxReplicas | StagedModulePlan:
+    def jax(self) -> JaxPlan[Tree, Tree]:
         """The plan in JAX: shardings, the constrained loss and a train step. A pipelined plan has a step that runs its
         stages.
 
         A loaded plan of a zoo model finds its model by itself; other plans need ``plan.bind(fn, params, batch)`` first.
         """
-        from pase.backends.jax.make import jax_plan, modules_of
-        from pase.backends.jax.modules import of_modules
-        from pase.backends.jax.pipeline.modules import staged_of_modules
-        from pase.backends.jax.pipeline.replicas import in_stages
+        from pase.backends.jax.pipeline.of_plan import jax_plan
 
         if self.traced is None and self.model.startswith("zoo:"):
             return attached(self, resolve(self.model)).jax
@@ -170,9 +161,7 @@ class Plan(PlanData):
             "--xla_gpu_multi_streamed_windowed_einsum=true; on TPU --xla_tpu_decompose_all_gather_einsum=true "
             "--xla_tpu_decompose_einsum_reduce_scatter=true)"
         )
-        if self.pipeline is None:
-            return of_modules(jax_plan(self))
-        return staged_of_modules(in_stages(self), modules_of(self))
+        return jax_plan(self)
 
     @cached_property
     def torch(self) -> TorchPlan | TorchPipeline:

@@ -22,7 +22,7 @@ from bench.runner import Benchmark
 
 if TYPE_CHECKING:
     from pase.api import Plan
-    from pase.backends.jax.plan import Lowering
+    from pase.backends.jax.spmd.lower import Lowering
 
 ROWS = [
     (model, strategy)

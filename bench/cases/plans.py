@@ -13,7 +13,7 @@ import numpy as np
 from pase import costmodels, machine, zoo
 from pase.api import Plan
 from pase.backends.audit.xla import CollectiveRow, StepResult, compare, sharded_step, unsharded_step
-from pase.backends.jax.plan import Lowering
+from pase.backends.jax.spmd.lower import Lowering
 from pase.baselines import Baseline, baselines, masks
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.meshes.search import search_meshes

@@ -29,7 +29,7 @@ from bench.runner import ROOT, Benchmark, numbers, option
 if TYPE_CHECKING:
     import jax
 
-    from pase.backends.jax.plan import Lowering
+    from pase.backends.jax.spmd.lower import Lowering
 
 CASES = 2000
 MESHES = ("2x4", "4x2", "2x2x2", "8")
@@ -237,12 +237,12 @@ def compile_case(case: int, kinds: list[str], show: bool = False, lowering: Lowe
     import jax
 
     from bench.cases.plans import case_of
-    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.one_program import OneProgramPlan
 
     p = program(case, kinds)
     mesh = MESHES[case % len(MESHES)]
     plan = case_of(p.loss, p.params, p.batch, name=f"case {case}").plan(f"random{case}@{mesh}")
-    assert plan is not None and isinstance(plan.jax, JaxPlan)
+    assert plan is not None and isinstance(plan.jax, OneProgramPlan)
     if show:
         print(" -> ".join(p.words), plan, plan.strategy, sep="\n", file=sys.stderr)
     graded, shardings = plan.jax.value_and_grad(lowering=lowering), plan.jax.in_shardings()

@@ -23,7 +23,7 @@ from bench.processes import forks_of, rows_apart
 from bench.runner import ROOT, Benchmark, option
 
 if TYPE_CHECKING:
-    from pase.backends.jax.plan import Lowering
+    from pase.backends.jax.spmd.lower import Lowering
 
 CPU_S = 300
 MESHES = ("2x2", "4")
@@ -196,7 +196,7 @@ def ended(op: str, strategy: str, lowering: Lowering) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from bench.cases.plans import case_of
-    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.one_program import OneProgramPlan
     from pase.errors import PaseError
 
     apply = operations()[op]
@@ -210,7 +210,7 @@ def ended(op: str, strategy: str, lowering: Lowering) -> dict[str, Any]:
 
     try:
         plan = case_of(loss, params, batch, devices=4).plan(strategy)
-        assert plan is not None and isinstance(plan.jax, JaxPlan)
+        assert plan is not None and isinstance(plan.jax, OneProgramPlan)
         value, grads = plan.jax.value_and_grad(lowering=lowering)(params, batch)
     except PaseError as e:
         return {"end": "refused", "message": str(e)[:300]}

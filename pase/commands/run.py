@@ -433,14 +433,9 @@ def gradient_check(
     plan: PlanData, model: Runnable, seed: int, say: Callable[[str], None] = lambda _: None
 ) -> GradientCheck:
     """``plan.jax.check`` of the model's step."""
-    from pase.backends.jax.make import jax_plan, modules_of
-    from pase.backends.jax.modules import of_modules
-    from pase.backends.jax.pipeline.modules import staged_of_modules
-    from pase.backends.jax.pipeline.replicas import in_stages
+    from pase.backends.jax.pipeline.of_plan import jax_plan
 
-    staged = plan.pipeline is not None
-    in_jax = staged_of_modules(in_stages(plan), modules_of(plan)) if staged else of_modules(jax_plan(plan))
-    return in_jax.check(*model.init(seed), seed=seed, progress=say)
+    return jax_plan(plan).check(*model.init(seed), seed=seed, progress=say)
 
 
 def _print(r: JsonObject) -> None:

@@ -77,7 +77,7 @@ def verify(
       pase verify layout.json --target cpu
     """
     import pase
-    from pase.backends.jax.plan import Lowering
+    from pase.backends.jax.spmd.lower import Lowering
     from pase.compiler.resolve import attached, resolve
     from pase.errors import PaseError
     from pase.files.atomic import write_atomically

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 import pase
 from pase.backends.audit.targets import TargetDevices, devices_of
-from pase.backends.jax.make import jax_plan
-from pase.backends.jax.plan import JaxPlan, Lowering
+from pase.backends.jax.make import one_program_plan
+from pase.backends.jax.one_program import OneProgramPlan
+from pase.backends.jax.spmd.lower import Lowering
 from pase.backends.jax.spmd.values import NotManual
 from pase.backends.jax.steps.stepper import Stepper
 from pase.errors import PaseError, install_line
@@ -95,7 +96,7 @@ def compiled_ahead(
     devices = devices_of(machine, plan.devices)
     devices.check(machine)
     say(f"tracing the step for {plan.devices} × {machine.name}")
-    exported = _exported(jax_plan(plan), plan, devices, lowering, optimizer)
+    exported = _exported(one_program_plan(plan), plan, devices, lowering, optimizer)
     with tempfile.TemporaryDirectory(prefix="pase-verify-") as name:
         folder = Path(name)
         job = {
@@ -124,7 +125,7 @@ def compiled_ahead(
 
 
 def _exported(
-    jp: JaxPlan,
+    jp: OneProgramPlan,
     plan: PlanData,
     devices: TargetDevices,
     lowering: Lowering,
@@ -145,7 +146,7 @@ def _exported(
 
 
 def _exported_as(
-    jp: JaxPlan,
+    jp: OneProgramPlan,
     plan: PlanData,
     mesh: Tree,
     platform: str,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pase.backends.audit.ahead import CompiledAhead, compiled_ahead
-from pase.backends.jax.plan import Lowering
+from pase.backends.jax.spmd.lower import Lowering
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.files.quantities import bytes_text

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.make import jax_plan, modules_of
+from pase.backends.jax.make import modules_of, one_program_plan
+from pase.backends.jax.one_program import OneProgramPlan
 from pase.backends.jax.pipeline.replicas import in_stages
-from pase.backends.jax.plan import JaxPlan, Lowering
-from pase.backends.jax.spmd.lower import lowerings
+from pase.backends.jax.spmd.lower import Lowering, lowerings
 from pase.backends.jax.spmd.values import NotManual
 from pase.hlo.collectives import HloCollective, collectives
 from pase.hlo.module import XlaProgram
@@ -277,7 +277,7 @@ def sharded_step(
     batch = tuple(rest)
     if plan.pipeline is not None:
         return _staged_step(plan, optimizer, params, *batch)
-    kept, jp = _keeping_gradients(optimizer), jax_plan(plan)
+    kept, jp = _keeping_gradients(optimizer), one_program_plan(plan)
     mesh = jp.mesh()
     with _stderr() as said:
         program, way = _lowered_step(jp, kept, mesh, lowering)
@@ -302,7 +302,7 @@ def _arguments(plan: PlanData, *args: Tree) -> tuple[Tree, ...]:
 
 
 def _lowered_step(
-    jp: JaxPlan, optimizer: GradientTransformation, mesh: JaxMesh, lowering: Lowering
+    jp: OneProgramPlan, optimizer: GradientTransformation, mesh: JaxMesh, lowering: Lowering
 ) -> tuple[Tree, Lowering]:
     """(the lowered step, its lowering). ``compare`` needs the lowering."""
     only = jp.hoisted != "none" and lowering == "auto"  # XLA would send in each micro-batch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pase.backends.jax.plan import Lowering
+from pase.backends.jax.spmd.lower import Lowering
 from pase.ir import Access, Node, Scope, functions
 from pase.memory.account import held, memory
 from pase.plan.types import PlanData

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.make import jax_plan
+from pase.backends.jax.make import one_program_plan
 from pase.backends.jax.steps.delayed import DelayedState, DelayedStepper
 from pase.backends.jax.steps.updates import WaitingGradients
 from pase.errors import PaseError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from optax import GradientTransformation
 
-    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.one_program import OneProgramPlan
     from pase.backends.jax.steps.stepper import Stepper
     from pase.plan.types import PlanData
 
@@ -80,7 +80,7 @@ def step_from_plan(
             where=f"the plan for '{plan.model}'",
             fix="use plan.jax.train_step(optimizer)",
         )
-    jp = replace(jax_plan(plan), schedule=ProgramSchedule.of(plan, made), across=overlap)
+    jp = replace(one_program_plan(plan), schedule=ProgramSchedule.of(plan, made), across=overlap)
     _require_same(jp, loss_fn)
     mesh = mesh if mesh is not None else jp.mesh()
     step = jp.plain_step(optimizer, mesh, donate=False, lowering="manual")
@@ -104,7 +104,7 @@ def _of_this_plan(
     return problem, as_sequence(problem, buckets)
 
 
-def _require_same(jp: JaxPlan, loss_fn: Callable[..., Tree]) -> None:
+def _require_same(jp: OneProgramPlan, loss_fn: Callable[..., Tree]) -> None:
     """Raise PaseError unless the plan's program is that of the function."""
     import jax
 
@@ -129,7 +129,7 @@ def _require_same(jp: JaxPlan, loss_fn: Callable[..., Tree]) -> None:
 class PlanRunner:
     """Trains with a compiled plan and its bucket plan. ``step_from_plan`` makes it."""
 
-    jax: JaxPlan
+    jax: OneProgramPlan
     optimizer: GradientTransformation
     mesh: JaxMesh
     stepper: Stepper | DelayedStepper

@@ -12,8 +12,8 @@ import numpy as np
 
 from pase.backends.jax.check import CheckedProgram, JaxSteps, check_of
 from pase.backends.jax.check_reference import StepNumbers, Unsharded, compared, rounded_differently
+from pase.backends.jax.plan import Against
 from pase.backends.jax.spmd.values import NotManual
-from pase.backends.jax.trains import Against
 from pase.frontends.jax.leaves import arrays, static
 from pase.frontends.jax.types import Jaxpr
 from pase.frontends.jax.versions import jaxprs_inside
@@ -24,7 +24,7 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
 
-    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.one_program import OneProgramPlan
     from pase.backends.jax.spmd.lower import Lowering
 
 __all__ = ["check_plan", "coarsest"]
@@ -33,7 +33,7 @@ _WORDS = {"manual": "in the manual lowering", "annotated": "in the annotated low
 
 
 def check_plan(
-    plan: JaxPlan,
+    plan: OneProgramPlan,
     params: Tree,
     batch: tuple[Tree, ...],
     mesh: JaxMesh,
@@ -62,7 +62,7 @@ def check_plan(
 
 
 def _program(
-    plan: JaxPlan,
+    plan: OneProgramPlan,
     run: Callable[..., tuple[Tree, Tree]],
     params: Tree,
     batch: tuple[Tree, ...],
@@ -100,7 +100,7 @@ def coarsest(jaxpr: Jaxpr) -> float:
     return max(float(jnp.finfo(d).eps) for d in found)
 
 
-def _placed(plan: JaxPlan, params: Tree, batch: tuple[Tree, ...], mesh: JaxMesh) -> tuple[Tree, ...]:
+def _placed(plan: OneProgramPlan, params: Tree, batch: tuple[Tree, ...], mesh: JaxMesh) -> tuple[Tree, ...]:
     """The arrays of (params, *batch) in the plan's layouts. If all of them already are, nothing is copied."""
     import jax
 
@@ -117,7 +117,7 @@ def _placed(plan: JaxPlan, params: Tree, batch: tuple[Tree, ...], mesh: JaxMesh)
 
 
 def _lowered(
-    plan: JaxPlan, mesh: JaxMesh, ways: Sequence[Lowering], args: tuple[Tree, ...]
+    plan: OneProgramPlan, mesh: JaxMesh, ways: Sequence[Lowering], args: tuple[Tree, ...]
 ) -> tuple[Lowering, Callable[..., tuple[Tree, Tree]]]:
     """(The first lowering that is possible, the compiled step on placed arrays)."""
     *first, last = ways
@@ -130,7 +130,7 @@ def _lowered(
 
 
 def _compiled(
-    plan: JaxPlan, mesh: JaxMesh, way: Lowering, args: tuple[Tree, ...]
+    plan: OneProgramPlan, mesh: JaxMesh, way: Lowering, args: tuple[Tree, ...]
 ) -> Callable[..., tuple[Tree, Tree]]:
     """f(params, *batch) -> (results of the user's function, gradients): the step without its update."""
     import jax
@@ -153,7 +153,7 @@ def _compiled(
 
 
 def _reference(
-    plan: JaxPlan,
+    plan: OneProgramPlan,
     mesh: JaxMesh,
     way: Lowering,
     against: Against,
@@ -184,7 +184,7 @@ def _reference(
 
 
 def _by_other_lowering(
-    plan: JaxPlan, mesh: JaxMesh, way: Lowering, steps: JaxSteps
+    plan: OneProgramPlan, mesh: JaxMesh, way: Lowering, steps: JaxSteps
 ) -> GradientReference | str:
     import jax
 

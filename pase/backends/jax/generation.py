@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jax.sharding import Mesh as JaxMesh
 
-    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.one_program import OneProgramPlan
 
 __all__ = ["PartName", "part_of", "threaded_arguments"]
 
@@ -27,7 +27,7 @@ _NUMBER: dict[PartName, int] = {"prefill": 0, "decode": 1}
 
 
 def part_of(
-    plan: JaxPlan, name: PartName, mesh: JaxMesh, *, donate: bool = True, lowering: Lowering = "auto"
+    plan: OneProgramPlan, name: PartName, mesh: JaxMesh, *, donate: bool = True, lowering: Lowering = "auto"
 ) -> Stepper:
     """One of the programs of a ``Generation``, jitted under the plan.
 
@@ -66,7 +66,7 @@ def part_of(
     )
 
 
-def _outs(plan: JaxPlan, number: int, args: Mapping[int, Tree], mesh: JaxMesh) -> list[Array]:
+def _outs(plan: OneProgramPlan, number: int, args: Mapping[int, Tree], mesh: JaxMesh) -> list[Array]:
     """The results of one program, with constraints. args: position among all of the model's arguments -> argument."""
     import jax
 
@@ -86,7 +86,7 @@ def _outs(plan: JaxPlan, number: int, args: Mapping[int, Tree], mesh: JaxMesh) -
     return [value_of(v, env) for v in mine]
 
 
-def _leaves_of_arguments(plan: JaxPlan) -> list[range]:
+def _leaves_of_arguments(plan: OneProgramPlan) -> list[range]:
     """For each argument of the model, the indices of its leaves."""
     out, at = [], 0
     for tree in plan.traced.in_tree.children():
@@ -95,7 +95,7 @@ def _leaves_of_arguments(plan: JaxPlan) -> list[range]:
     return out
 
 
-def threaded_arguments(plan: JaxPlan) -> tuple[int, ...]:
+def threaded_arguments(plan: OneProgramPlan) -> tuple[int, ...]:
     """The indices of the arguments for which the function returns new values of all leaves."""
     carried = plan.traced.carried
     every = enumerate(_leaves_of_arguments(plan))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jax.sharding import Mesh as JaxMesh
 
-    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.one_program import OneProgramPlan
 
 __all__ = ["JaxprWalk"]
 
@@ -67,7 +67,7 @@ def _without(placement: Placement, axis: str) -> Placement:
 class JaxprWalk:
     """One walk over the jaxpr that applies the constraints. It runs under a JAX trace."""
 
-    plan: JaxPlan
+    plan: OneProgramPlan
     mesh: JaxMesh
     in_branch: bool = False
     """Whether this walk is inside of a branch of a conditional."""

@@ -1,8 +1,8 @@
-"""Makes a ``JaxPlan`` from a plan and the model that it was compiled from."""
+"""Makes a ``OneProgramPlan`` from a plan and the model that it was compiled from."""
 
 from __future__ import annotations
 
-from pase.backends.jax.plan import JaxPlan
+from pase.backends.jax.one_program import OneProgramPlan
 from pase.frontends.jax.arguments import fixed_devices
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.modules import ModuleFunction
@@ -11,7 +11,7 @@ from pase.plan.buckets import model_of
 from pase.plan.constraints import Constraints
 from pase.plan.types import PlanData
 
-__all__ = ["jax_plan", "modules_of", "traced_by_jax", "whole_batch"]
+__all__ = ["modules_of", "one_program_plan", "traced_by_jax", "whole_batch"]
 
 
 def traced_by_jax(plan: PlanData, micro_batches: int | None = None) -> TracedJax:
@@ -39,7 +39,7 @@ def modules_of(plan: PlanData) -> ModuleFunction | None:
     return plan.traced.modules if isinstance(plan.traced, TracedJax) else None
 
 
-def jax_plan(plan: PlanData) -> JaxPlan:
+def one_program_plan(plan: PlanData) -> OneProgramPlan:
     """The plan in JAX.
 
     Raises PaseError if the plan has no model, if its model is not a JAX program, or if it is a pipeline (use
@@ -48,7 +48,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
     plan.check_emitted()
     traced = traced_by_jax(plan)
     names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
-    return JaxPlan(
+    return OneProgramPlan(
         traced=traced,
         accumulate=plan.accumulate,
         whole=whole_batch(plan),

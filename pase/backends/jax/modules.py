@@ -1,4 +1,4 @@
-"""``plan.jax`` for functions of Flax NNX modules: the methods of ``JaxPlan``, which take and return the user's modules.
+"""``plan.jax`` for functions of Flax NNX modules: the methods take and return the user's modules.
 
 Modules are updated in place, as by ``nnx.jit``: a step writes the new parameters and the new values of all other
 Variables into the module that it was given. It also returns that module.
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pase.backends.jax.checkpoints import restored
-from pase.backends.jax.plan import JaxPlan
+from pase.backends.jax.one_program import OneProgramPlan
+from pase.backends.jax.plan import Against, JaxPlan
 from pase.backends.jax.spmd.lower import Lowering
-from pase.backends.jax.steps.stepper import global_array
-from pase.backends.jax.trains import Against, JaxTraining
+from pase.backends.jax.steps.stepper import global_array, host_arrays
 from pase.errors import PaseError
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.leaves import trained
@@ -36,18 +36,20 @@ if TYPE_CHECKING:
     from pase.plan.gradient_check import GradientCheck
     from pase.plan.gradient_lines import CheckLines
 
-__all__ = ["JaxModulePlan", "ModuleStepper", "of_modules"]
+__all__ = ["JaxModulePlan", "ModuleStepper"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JaxModulePlan(JaxTraining["JaxMesh", "ModuleStepper"]):
-    """The plan in JAX for a function of Flax NNX modules, as returned by ``plan.jax``.
+class JaxModulePlan(JaxPlan["JaxMesh", "ModuleStepper"]):
+    """A plan in JAX that runs as one program, for a function of Flax NNX modules.
 
     Gradients are those of the ``nnx.Param`` Variables of the first argument, in the form that ``nnx.value_and_grad``
     returns.
     """
 
-    inner: JaxPlan
+    kind: ClassVar[str] = "a plan for a function of Flax NNX modules"
+    instead: ClassVar[str] = "in_shardings, step or apply"
+    inner: OneProgramPlan
     """The plan of the pure function (``pase.frontends.jax.modules``)."""
     modules: ModuleFunction
 
@@ -61,32 +63,22 @@ class JaxModulePlan(JaxTraining["JaxMesh", "ModuleStepper"]):
 
     @property
     def program(self) -> LocalProgram:
-        """The local program: what each device computes, and its collectives."""
         return self.inner.program
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
-        """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: all of jax.devices())."""
         return self.inner.mesh(devices)
 
     def in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
-        """How arguments are stored: an ``nnx.State`` of NamedShardings for the model, and trees for the others.
-
-        The entry is None for modules among the other arguments. Warns if no function of the plan was made, because the
-        functions contain the rest of the plan.
-        """
         params, *batch, state = self.inner.in_shardings(mesh)
         return self.modules.as_states(params, state), *batch
 
     def gradient_shardings(self, mesh: JaxMesh | None = None) -> Tree:
-        """How gradients are kept: NamedShardings in the form of gradients, None for Variables that are not trained."""
         return self.modules.with_variables(self.inner.gradient_shardings(mesh))
 
     def state_shardings(self, optimizer: GradientTransformation, mesh: JaxMesh | None = None) -> Tree:
-        """Shardings of the optimizer's state, in the form that ``init`` returns."""
         return self._as_made(optimizer, self.inner.state_shardings(_transformation(optimizer), mesh))
 
     def device_put(self, *args: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
-        """(model, *batch), or the first of them, in the plan's layouts. Modules are copied, not updated."""
         import jax
 
         opened = self.modules.open(*args)
@@ -106,10 +98,6 @@ class JaxModulePlan(JaxTraining["JaxMesh", "ModuleStepper"]):
         return self.modules.rebuilt(params, batch, state)
 
     def init(self, optimizer: GradientTransformation, model: Tree, mesh: JaxMesh | None = None) -> Tree:
-        """The optimizer's state for the trained parameters, in the plan's layouts.
-
-        It has the form of ``optimizer.init(nnx.state(model, nnx.Param))``, which a step accepts too.
-        """
         opened = self.modules.open(model)
         return self._as_made(optimizer, self.inner.init(_transformation(optimizer), opened.params, mesh))
 
@@ -122,7 +110,6 @@ class JaxModulePlan(JaxTraining["JaxMesh", "ModuleStepper"]):
         return jax.tree.unflatten(form, jax.tree.leaves(state))
 
     def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
-        """The user's function under the plan, for one micro-batch. It updates the modules that it is given."""
         run = self.inner.loss(mesh, lowering=lowering)
         return lambda *args: self._advanced(args, run)
 
@@ -136,11 +123,6 @@ class JaxModulePlan(JaxTraining["JaxMesh", "ModuleStepper"]):
     def value_and_grad(
         self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
     ) -> Callable[..., tuple[Tree, Tree]]:
-        """f(model, *batch) -> (loss, grads), or ((loss, aux), grads), like ``nnx.value_and_grad``.
-
-        The Variables that the function writes are updated in the modules. ``nnx.Optimizer.update(model, grads)``
-        accepts the gradients.
-        """
         run = self.inner.value_and_grad(mesh, lowering=lowering)
 
         def graded(*args: Tree) -> tuple[Tree, Tree]:
@@ -179,50 +161,38 @@ class JaxModulePlan(JaxTraining["JaxMesh", "ModuleStepper"]):
     def lower_train_step(
         self, optimizer: GradientTransformation, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
     ) -> Tree:
-        """The train step lowered from shapes alone. Call ``.compile()`` on it to see what XLA makes of the plan."""
         return self.inner.lower_train_step(_transformation(optimizer), mesh, lowering=lowering)
 
     def step(
         self, mesh: JaxMesh | None = None, *, donate: bool = True, lowering: Lowering = "auto"
     ) -> Callable[..., Tree]:
-        """The user's function f(model, *inputs), jitted under the plan, for mode="inference".
-
-        The Variables that it writes, such as caches, are updated in the modules. donate: whether their previous arrays
-        may be overwritten.
-        """
         run = self.inner.step(mesh, donate=donate, lowering=lowering)
         return lambda *args: self._advanced(args, run)
 
     @cached_property
     def apply(self) -> Callable[..., Tree]:
-        """apply(model, *inputs) of a model that is not trained, on all of jax.devices()."""
         return self.step(donate=False)
 
     def unpadded(self, model: Tree) -> Tree:
-        """The model, or gradients, without the plan's padding."""
         if not has_modules(model):
             return self.modules.with_variables(self.inner.unpadded(without_variables(model)))
         opened = self.modules.open(model)
         return self.modules.rebuilt(self.inner.unpadded(opened.params), (), opened.state)[0]
 
-    def restore(self, path: str | Path, mesh: JaxMesh | None = None) -> Tree:
-        """The model from an orbax checkpoint of ``nnx.state(model)`` (of ``StandardCheckpointer``).
+    def gathered(self, tree: Tree) -> Tree:
+        if not has_modules(tree):
+            return self.inner.gathered(tree)
+        opened = self.modules.open(tree)
+        params, state = self.inner.gathered(opened.params), host_arrays(opened.state)
+        return self.modules.rebuilt(params, (), state)[0]
 
-        Parameters and all other Variables are read directly into the plan's layouts. Raises PaseError if the checkpoint
-        is missing or belongs to another model.
-        """
+    def restore(self, path: str | Path, mesh: JaxMesh | None = None) -> Tree:
         (where, *_, held), (params, *_, state) = self.inner._in_shardings(mesh), self.inner._shapes()
         shapes, shardings = self.modules.as_states(params, state), self.modules.as_states(where, held)
         name = self.traced.graph.name
         return self.modules.of_states(
             restored(path, shapes, shardings, name, "nnx.state(model) of this model")
         )
-
-
-def of_modules(plan: JaxPlan) -> JaxPlan | JaxModulePlan:
-    """The plan itself, or, if its function takes Flax NNX modules, its ``JaxModulePlan``."""
-    modules = plan.traced.modules
-    return plan if modules is None else JaxModulePlan(inner=plan, modules=modules)
 
 
 def _transformation(optimizer: GradientTransformation) -> GradientTransformation:

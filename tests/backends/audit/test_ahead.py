@@ -77,7 +77,7 @@ def test_a_kernel_of_cudnn_is_exported_without_devices_and_without_cudnn(masked)
     w = jax.ShapeDtypeStruct((64,), "bfloat16")
     plan = pase.compile(loss_fn, w, q, m, devices=2, baselines=False)
     target = ahead.devices_of(load("h100x8"), 2)
-    made = ahead._exported(ahead.jax_plan(plan), plan, target, "manual", None)
+    made = ahead._exported(ahead.one_program_plan(plan), plan, target, "manual", None)
     assert (b"fmhaScaleBiasSoftmaxBackward" if masked else b"fmhaSoftmaxBackward") in made.data
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from bench.cases.plans import case_of
 from pase.api import Plan
-from pase.backends.jax.make import jax_plan, modules_of, traced_by_jax
+from pase.backends.jax.make import modules_of, one_program_plan, traced_by_jax
 from pase.errors import PaseError
 from pase.plan.layout import from_json, to_json
 
@@ -30,7 +30,7 @@ def planned() -> Plan:
 
 def test_a_plan_that_was_loaded_without_its_model_is_refused() -> None:
     with pytest.raises(PaseError) as e:
-        jax_plan(from_json(to_json(planned())))
+        one_program_plan(from_json(to_json(planned())))
     assert "loss_fn, params, batch" in e.value.fix
 
 
@@ -52,7 +52,7 @@ def test_a_function_of_arrays_has_no_modules() -> None:
 def test_parameters_gradients_and_batch_are_stored_as_the_plan_says() -> None:
     """ZeRO-2: the parameters are whole on each device, and their gradients and the batch are split."""
     plan = planned()
-    made = jax_plan(plan)
+    made = one_program_plan(plan)
     names = {t.path: t.name for t in plan.graph.parameters}
     for path, p in plan.parameters.items():
         assert made.constraints.storage[names[path]] == p.storage == ((), ())

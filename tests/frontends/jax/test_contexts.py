@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pase
-from pase.backends.jax.plan import Lowering
+from pase.backends.jax.spmd.lower import Lowering
 from pase.errors import PaseError
 
 PARAMS = {"w": jnp.eye(16) * 2, "v": jnp.ones((16, 4))}

@@ -10,7 +10,7 @@ from pase.backends.jax.check import CheckedProgram, JaxSteps, check_of
 from pase.backends.jax.check_plans import coarsest
 from pase.backends.jax.check_reference import Unsharded
 from pase.backends.jax.pipeline.arrays import is_cut
-from pase.backends.jax.trains import Against
+from pase.backends.jax.plan import Against
 from pase.frontends.jax.leaves import arrays, static
 from pase.plan.gradient_check import GradientCheck, GradientReference
 from pase.plan.gradient_lines import CheckLines

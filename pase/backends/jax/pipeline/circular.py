@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.one_program import OneProgramPlan
 from pase.backends.jax.pipeline.local_stage import LocalStage, check_lowering, refusals, stage_gathers
 from pase.backends.jax.pipeline.stages import Stage, stages_of
-from pase.backends.jax.plan import JaxPlan
 from pase.backends.jax.spmd.collectives import there_and_back
 from pase.backends.jax.spmd.lower import Lowering, Manual, not_differentiable
 from pase.backends.jax.spmd.values import Arrivals, DeviceValue, NotManual
@@ -44,34 +44,26 @@ STAGE = "stage"
 
 
 @dataclass(frozen=True, kw_only=True)
-class JaxCircular(JaxPlan):
-    """A plan with the circular schedule, as returned by ``plan.jax``.
+class JaxCircular(OneProgramPlan):
+    """A plan in JAX that runs as one program in which each rank has its stage.
 
     Parameters keep the pytree of the model. Stacks of layers are split over the ranks; all other parameters are
     replicated over the ranks. split: the model on the mesh of one rank.
     """
 
     pipeline: PipelinePlan
-    split: JaxPlan
+    split: OneProgramPlan
 
     @property
     def sums(self) -> BatchSums:
         return self.split.sums
 
     def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
-        """loss(params, *batch) -> the loss of the whole batch, or (the loss, aux).
-
-        Do not differentiate it; use ``value_and_grad``.
-        """
         return self._lowered("loss", mesh, lowering)
 
     def value_and_grad(
         self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
     ) -> Callable[..., Tree]:
-        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads).
-
-        The gradients have the layouts of ``gradient_shardings``.
-        """
         return self._lowered("value_and_grad", mesh, lowering)
 
     def _lowered(self, what: str, mesh: JaxMesh | None, lowering: Lowering) -> Callable[..., Tree]:
@@ -84,13 +76,6 @@ class JaxCircular(JaxPlan):
         check_lowering(lowering)
         return ("manual",)
 
-    def gathered(self, tree: Tree) -> Tree:
-        """A tree of parameters, gradients or an optimizer's state on the host, like ``JaxPipeline.gathered``."""
-        import jax
-        import numpy as np
-
-        return jax.tree.map(np.asarray, tree)
-
     @cached_property
     def stages(self) -> tuple[Stage, Stage, Stage]:
         """(the part before the layers, the layers of one rank, the part after them)."""
@@ -102,7 +87,7 @@ class JaxCircular(JaxPlan):
         return frozenset(w.leaf for w in self.stages[1].weights if w.rows is not None)
 
 
-def circular_of(split: JaxPlan, pipeline: PipelinePlan) -> JaxCircular:
+def circular_of(split: OneProgramPlan, pipeline: PipelinePlan) -> JaxCircular:
     """A plan with the circular schedule in JAX.
 
     split: the model on one micro-batch and one rank's mesh. Raises PaseError if the plan cannot run as one program.
@@ -142,7 +127,7 @@ def circular_of(split: JaxPlan, pipeline: PipelinePlan) -> JaxCircular:
     )
 
 
-def _stages_of(split: JaxPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
+def _stages_of(split: OneProgramPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
     """(the part before the layers, the layers of one rank, the part after them).
 
     Raises PaseError if the program has no equal stages between its ends.

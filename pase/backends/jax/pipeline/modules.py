@@ -10,11 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.pipeline.circular import JaxCircular
-from pase.backends.jax.pipeline.plan import JaxPipeline
-from pase.backends.jax.pipeline.replicas import JaxReplicas
+from pase.backends.jax.plan import Against, JaxPlan
 from pase.backends.jax.spmd.lower import Lowering
-from pase.backends.jax.trains import Against, JaxTraining
 from pase.frontends.jax.modules import ModuleFunction
 from pase.pytree import Tree
 
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
     from pase.plan.gradient_check import GradientCheck
     from pase.plan.gradient_lines import CheckLines
 
-__all__ = ["StagedModel", "StagedModulePlan", "staged_of_modules"]
+__all__ = ["StagedModel", "StagedModulePlan"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,18 +35,17 @@ class StagedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedModulePlan(JaxTraining[Tree, "Callable[..., tuple[Tree, Tree, Tree]]"]):
-    """A plan in stages for a function of Flax NNX modules, as returned by ``plan.jax``.
+class StagedModulePlan(JaxPlan[Tree, "Callable[..., tuple[Tree, Tree, Tree]]"]):
+    """A plan in stages for a function of Flax NNX modules.
 
     Its functions take the ``StagedModel`` that ``device_put`` returns in place of the model.
     """
 
-    inner: JaxPipeline | JaxCircular | JaxReplicas
+    inner: JaxPlan[Tree, Tree]
     """The plan of the pure function (``pase.frontends.jax.modules``)."""
     modules: ModuleFunction
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> Tree:
-        """The jax.sharding.Mesh of the stages. For replicas on several groups of devices, a tuple with one for each."""
         return self.inner.mesh(devices)
 
     def device_put(self, *args: Tree, mesh: Tree = None) -> tuple[Tree, ...]:
@@ -68,17 +64,16 @@ class StagedModulePlan(JaxTraining[Tree, "Callable[..., tuple[Tree, Tree, Tree]]
         return self.modules.rebuilt(params, (), self.modules.first(1, params, state))[0]
 
     def init(self, optimizer: GradientTransformation, model: StagedModel, mesh: Tree = None) -> Tree:
-        """The optimizer's state for the trained parameters, on the ranks that have them."""
         return self.inner.init(optimizer, model.params, mesh)
 
-    def loss(self, mesh: Tree = None) -> Callable[..., Tree]:
-        """loss(model, *batch) -> the mean over the micro-batches, or (the mean, aux). Runs forward only."""
-        run = self.inner.loss(mesh)
+    def loss(self, mesh: Tree = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
+        run = self.inner.loss(mesh, lowering=lowering)
         return lambda model, *batch: self._value(run(model.params, *batch, model.state))
 
-    def value_and_grad(self, mesh: Tree = None) -> Callable[..., tuple[Tree, Tree]]:
-        """f(model, *batch) -> (loss, grads), or ((loss, aux), grads)."""
-        run = self.inner.value_and_grad(mesh)
+    def value_and_grad(
+        self, mesh: Tree = None, *, lowering: Lowering = "auto"
+    ) -> Callable[..., tuple[Tree, Tree]]:
+        run = self.inner.value_and_grad(mesh, lowering=lowering)
 
         def graded(model: StagedModel, *batch: Tree) -> tuple[Tree, Tree]:
             value, grads = run(model.params, *batch, model.state)
@@ -106,10 +101,3 @@ class StagedModulePlan(JaxTraining[Tree, "Callable[..., tuple[Tree, Tree, Tree]]
 
     def _value(self, value: Tree) -> Tree:
         return self.modules.returned(value, isinstance(value, tuple))[0]
-
-
-def staged_of_modules(
-    plan: JaxPipeline | JaxCircular | JaxReplicas, modules: ModuleFunction | None
-) -> JaxPipeline | JaxCircular | JaxReplicas | StagedModulePlan:
-    """The plan itself, or, if its function takes Flax NNX modules, its ``StagedModulePlan``."""
-    return plan if modules is None else StagedModulePlan(inner=plan, modules=modules)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
     from jax.tree_util import PyTreeDef
 
+    from pase.backends.jax.one_program import OneProgramPlan
     from pase.backends.jax.pipeline.plan import JaxPipeline
-    from pase.backends.jax.plan import JaxPlan
     from pase.tables.axis_layout import Placement
 
 __all__ = ["StagePlacement"]
@@ -48,7 +48,7 @@ class StagePlacement:
 
         return self._placement(range(self.plan.pipeline.degree), PartitionSpec())
 
-    def split(self, stage: int) -> JaxPlan:
+    def split(self, stage: int) -> OneProgramPlan:
         return self.plan.splits[self.plan.pipeline.stages[stage].strategy]
 
     def _spec(self, stage: int, placements: Mapping[str, Placement], name: str, cut: bool) -> PartitionSpec:

@@ -10,8 +10,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Never
+from typing import TYPE_CHECKING, NamedTuple
 
+from pase.backends.jax.one_program import OneProgramPlan
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut, merged, registered
 from pase.backends.jax.pipeline.check import StagedGradient, check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular, circular_of
@@ -20,9 +21,8 @@ from pase.backends.jax.pipeline.optimizer import StagedOptimizer
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.run import RunningStages
 from pase.backends.jax.pipeline.stages import Stage, stages_of
-from pase.backends.jax.plan import JaxPlan
+from pase.backends.jax.plan import Against, JaxPlan
 from pase.backends.jax.spmd.lower import Lowering
-from pase.backends.jax.trains import Against, JaxTraining
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of
 from pase.frontends.jax.contexts import without_mesh
@@ -52,20 +52,6 @@ if TYPE_CHECKING:
 __all__ = ["JaxPipeline", "MicroBatchShare", "StagedStep", "one_program_of", "pipeline_of"]
 
 
-_OF_ONE_PROGRAM = frozenset(
-    {
-        "apply",
-        "gradient_shardings",
-        "in_shardings",
-        "lower_train_step",
-        "restore",
-        "specs",
-        "state_shardings",
-        "step",
-    }
-)
-
-
 class MicroBatchShare(NamedTuple):
     """Consecutive micro-batches of a step: the number of the first one, and how many the whole step has."""
 
@@ -74,15 +60,15 @@ class MicroBatchShare(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JaxPipeline(JaxTraining["JaxMesh", "StagedStep"]):
-    """A pipelined plan in JAX, as returned by ``plan.jax``.
+class JaxPipeline(JaxPlan["JaxMesh", "StagedStep"]):
+    """A plan in JAX that runs in stages.
 
     Parameters keep the pytree of the model. Each is stored on the ranks that read it. If a stack of layers belongs to
     several stages, its leaf is a ``StackCut``.
     """
 
     pipeline: PipelinePlan
-    splits: tuple[JaxPlan, ...]
+    splits: tuple[OneProgramPlan, ...]
     """The model on one micro-batch under each of the pipeline's strategies, on the mesh of one rank."""
     share: MicroBatchShare | None = None
     """Which of the step's micro-batches it runs; None for all of them."""
@@ -131,10 +117,6 @@ class JaxPipeline(JaxTraining["JaxMesh", "StagedStep"]):
         return found
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
-        """A jax.sharding.Mesh whose first axis is the ranks, followed by the axes of one rank's mesh.
-
-        devices: the devices to use, by default all of jax.devices().
-        """
         import jax
         import numpy as np
 
@@ -152,10 +134,6 @@ class JaxPipeline(JaxTraining["JaxMesh", "StagedStep"]):
 
     @without_mesh()
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
-        """(params, *batch), or the first of them, where the plan stores them.
-
-        Parameters keep the pytree of the model, except that stacks are cut by stage.
-        """
         import jax
 
         def mine(
@@ -169,10 +147,6 @@ class JaxPipeline(JaxTraining["JaxMesh", "StagedStep"]):
         return tuple(merged(x, kept) for x, kept in zip(placed, self.traced.kept, strict=False))
 
     def gathered(self, tree: Tree) -> Tree:
-        """A tree of parameters, gradients or an optimizer's state in the form of the model, with cut stacks joined.
-
-        The arrays are on the host. A checkpoint of them can be read under any plan.
-        """
         import jax
         import numpy as np
 
@@ -183,18 +157,16 @@ class JaxPipeline(JaxTraining["JaxMesh", "StagedStep"]):
 
     @without_mesh()
     def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
-        """The optimizer's state for the trained leaves of these parameters, on the ranks that have them."""
         return StagedOptimizer(placement=self.on(mesh).placement, optimizer=optimizer).init(params)
 
-    def loss(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
-        """loss(params, *batch) -> the loss of the whole batch, or (the loss, aux). Runs forward only."""
+    def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
+        check_lowering(lowering)
         return self.on(mesh).loss
 
-    def value_and_grad(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
-        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads).
-
-        The gradients are stored where the trained leaves are. The function runs the stages, so it cannot be jitted.
-        """
+    def value_and_grad(
+        self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
+    ) -> Callable[..., tuple[Tree, Tree]]:
+        check_lowering(lowering)
         return self.on(mesh).value_and_grad
 
     def checked_along(
@@ -230,15 +202,6 @@ class JaxPipeline(JaxTraining["JaxMesh", "StagedStep"]):
             donate=donate,
         )
 
-    def __getattr__(self, name: str) -> Never:
-        if name in _OF_ONE_PROGRAM:
-            raise PaseError(
-                f"it exists only for plans without stages, but this plan is a pipeline ({self.pipeline})",
-                where=f"plan.jax.{name}",
-                fix="use device_put, init, train_step, value_and_grad, loss or gathered",
-            )
-        raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
-
     @without_mesh()
     def on(self, mesh: JaxMesh | None) -> RunningStages:
         """The stages on a mesh that ``mesh`` returned. They are compiled once per mesh."""
@@ -258,7 +221,7 @@ class JaxPipeline(JaxTraining["JaxMesh", "StagedStep"]):
 
 @dataclass(frozen=True, kw_only=True)
 class StagedStep:
-    """A train step in stages. ``JaxTraining.train_step`` describes its arguments and results."""
+    """A train step in stages. ``JaxPlan.train_step`` describes its arguments and results."""
 
     running: RunningStages
     optimizer: StagedOptimizer
@@ -321,7 +284,7 @@ def _split(
     logical_mesh: Mesh,
     remat: tuple[Block, ...],
     i: int,
-) -> JaxPlan:
+) -> OneProgramPlan:
     """The model on one rank's mesh under strategy ``i`` of the pipeline."""
     if traced.mode != "train":
         raise PaseError(
@@ -340,7 +303,7 @@ def _split(
     graph = accumulated(named(simplify(rematerialised(traced.graph, blocks))), m)
     configs = {n.name: config_of(n, strategy[n.name], logical_mesh) for n in graph.nodes}
     layouts = access_layouts(graph, logical_mesh, configs)
-    return JaxPlan(
+    return OneProgramPlan(
         traced=traced,
         whole=whole,
         accumulate=m,

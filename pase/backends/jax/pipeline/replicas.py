@@ -17,6 +17,7 @@ from pase.backends.jax.make import traced_by_jax, whole_batch
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut, registered
 from pase.backends.jax.pipeline.check import StagedGradient, check_stages
 from pase.backends.jax.pipeline.circular import JaxCircular
+from pase.backends.jax.pipeline.local_stage import check_lowering
 from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.plan import (
     JaxPipeline,
@@ -26,8 +27,8 @@ from pase.backends.jax.pipeline.plan import (
     pipeline_of,
 )
 from pase.backends.jax.pipeline.run import RunningStages
+from pase.backends.jax.plan import Against, JaxPlan
 from pase.backends.jax.spmd.lower import Lowering
-from pase.backends.jax.trains import Against, JaxTraining
 from pase.errors import PaseError
 from pase.frontends.common.micro_batches import step_sums
 from pase.frontends.jax.blocks import split_inputs
@@ -59,8 +60,8 @@ class Replicated:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JaxReplicas(JaxTraining["Sequence[JaxMesh]", "Callable[..., tuple[Tree, Tree, Tree]]"]):
-    """A plan of replicas in JAX, as returned by ``plan.jax``. replicas: in the order of their devices.
+class JaxReplicas(JaxPlan["Sequence[JaxMesh]", "Callable[..., tuple[Tree, Tree, Tree]]"]):
+    """A plan in JAX that runs as replicas. replicas: in the order of their devices.
 
     Parameters, gradients and state are ``Replicated``: for each replica, the tree in the form of its pipeline.
     """
@@ -103,20 +104,20 @@ class JaxReplicas(JaxTraining["Sequence[JaxMesh]", "Callable[..., tuple[Tree, Tr
         return tuple(Replicated(x) for x in zip(*placed, strict=True))
 
     def gathered(self, tree: Tree) -> Tree:
-        """A tree of parameters, gradients or an optimizer's state in the form of the model, on the host."""
         return self.replicas[0].gathered(tree.parts[0] if isinstance(tree, Replicated) else tree)
 
     def init(
         self, optimizer: GradientTransformation, params: Tree, mesh: Sequence[JaxMesh] | None = None
     ) -> Tree:
-        """The optimizer's state on every replica."""
         copies = _copies(params, len(self.replicas))
         meshes = self._meshes(mesh)
         made = zip(self.replicas, copies, meshes, strict=True)
         return Replicated(tuple(r.init(optimizer, p, m) for r, p, m in made))
 
-    def loss(self, mesh: Sequence[JaxMesh] | None = None) -> Callable[..., Tree]:
-        """loss(params, *batch) -> the mean over all micro-batches, or (the mean, aux). Runs forward only."""
+    def loss(
+        self, mesh: Sequence[JaxMesh] | None = None, *, lowering: Lowering = "auto"
+    ) -> Callable[..., Tree]:
+        check_lowering(lowering)
         running = self._on(mesh)
 
         def run(params: Tree, *batch: Tree) -> Tree:
@@ -125,8 +126,10 @@ class JaxReplicas(JaxTraining["Sequence[JaxMesh]", "Callable[..., tuple[Tree, Tr
 
         return run
 
-    def value_and_grad(self, mesh: Sequence[JaxMesh] | None = None) -> Callable[..., tuple[Tree, Tree]]:
-        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads), over all micro-batches."""
+    def value_and_grad(
+        self, mesh: Sequence[JaxMesh] | None = None, *, lowering: Lowering = "auto"
+    ) -> Callable[..., tuple[Tree, Tree]]:
+        check_lowering(lowering)
         running = self._on(mesh)
 
         def run(params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
@@ -147,6 +150,7 @@ class JaxReplicas(JaxTraining["Sequence[JaxMesh]", "Callable[..., tuple[Tree, Tr
         against: Against,
     ) -> GradientCheck:
         """The points of the lines are made on the first replica and copied to the others through the host."""
+        check_lowering(lowering)
         params, *batch = given
         running, first = self._on(mesh), self.replicas[0]
         shared = self._shared(batch)

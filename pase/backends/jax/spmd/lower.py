@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from jax.sharding import PartitionSpec
 
-    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.one_program import OneProgramPlan
     from pase.machine import Mesh
 
 __all__ = [
@@ -135,7 +135,7 @@ class Manual:
     rows: tensor -> its rows on a device, for stacks of which a device has only some.
     """
 
-    plan: JaxPlan
+    plan: OneProgramPlan
     mesh: JaxMesh
     rows: Mapping[str, int] = field(default_factory=dict)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from jax.sharding import NamedSharding
 
-    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.one_program import OneProgramPlan
 
 __all__ = [
     "MicroBatch",
@@ -40,7 +40,7 @@ class MicroBatch:
     count: Callable[..., Mapping[str, Array]] | None = None
 
 
-def summed(plan: JaxPlan, each: MicroBatch, kept: Tree, mesh: JaxMesh) -> Callable[..., Tree]:
+def summed(plan: OneProgramPlan, each: MicroBatch, kept: Tree, mesh: JaxMesh) -> Callable[..., Tree]:
     """f(params, *batch) -> (value, gradients): those of the whole batch, from the plan's micro-batches, which run one
     after another. kept: the shardings of the gradients.
     """
@@ -118,7 +118,7 @@ def micro_batch_stack(x: Array, k: int, sharding: NamedSharding, mesh: JaxMesh) 
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def threads_of(plan: JaxPlan) -> list[tuple[int, int]]:
+def threads_of(plan: OneProgramPlan) -> list[tuple[int, int]]:
     """(leaf of the batch, leaf of the function's result) for each value that a step passes to the next.
 
     Parameters that the function writes have negative indices, counted back from the batch: -1 is the last parameter.
@@ -127,12 +127,12 @@ def threads_of(plan: JaxPlan) -> list[tuple[int, int]]:
     return [(i - n, j) for i, j in sorted(plan.traced.carried.items())]
 
 
-def writes_parameters(plan: JaxPlan) -> bool:
+def writes_parameters(plan: OneProgramPlan) -> bool:
     """Whether the loss function writes parameters, as modules with spectral norm do."""
     return any(i < 0 for i, _ in threads_of(plan))
 
 
-def written(plan: JaxPlan, params: Tree, value: Tree) -> Tree:
+def written(plan: OneProgramPlan, params: Tree, value: Tree) -> Tree:
     """The parameters with the values that the loss function wrote. value: what the loss function returned."""
     import jax
 
@@ -146,7 +146,7 @@ def written(plan: JaxPlan, params: Tree, value: Tree) -> Tree:
     return combine(jax.tree.unflatten(tree, leaves), params)
 
 
-def stacked_outs(plan: JaxPlan, outs: Sequence[Tree], states: Sequence[Tree]) -> Tree:
+def stacked_outs(plan: OneProgramPlan, outs: Sequence[Tree], states: Sequence[Tree]) -> Tree:
     """(loss, aux), where aux is stacked over micro-batches, except that threaded values are the last ones.
 
     outs: the result leaves, stacked over micro-batches. states: the last values of the threaded leaves.

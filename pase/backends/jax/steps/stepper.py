@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jax.sharding import NamedSharding
 
-__all__ = ["Stepper", "global_array", "shape_and_dtype", "with_static"]
+__all__ = ["Stepper", "global_array", "host_arrays", "shape_and_dtype", "with_static"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,3 +207,30 @@ def shape_and_dtype(leaf: Tree) -> tuple[tuple[int, ...], object]:
 
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)
     return jax.numpy.shape(leaf), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
+def host_arrays(tree: Tree) -> Tree:
+    """The tree with its arrays whole on the host: in numpy, and keys on one device. The other leaves are kept.
+
+    With several processes, each gets all of them.
+    """
+    import jax
+
+    return jax.tree.map(_host_array, tree)
+
+
+def _host_array(leaf: Tree) -> Tree:
+    import jax
+    import numpy as np
+
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(
+            _host_array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
+        )
+    if leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return np.asarray(leaf)
+    from jax.experimental.multihost_utils import process_allgather
+
+    return np.asarray(process_allgather(leaf, tiled=True))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from optax import GradientTransformation
 
-    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.one_program import OneProgramPlan
 
 __all__ = ["Training"]
 
@@ -26,7 +26,7 @@ __all__ = ["Training"]
 class Training:
     """An optimizer under a plan, on a JAX mesh. donate: whether the step may overwrite parameters and states."""
 
-    plan: JaxPlan
+    plan: OneProgramPlan
     optimizer: GradientTransformation
     mesh: JaxMesh
     donate: bool

@@ -12,7 +12,7 @@ from jax import lax
 
 from bench.cases.plans import TOLERANCE, case_of, measured
 from pase.backends.audit.xla import sharded_step, unsharded_step
-from pase.backends.jax.plan import Lowering
+from pase.backends.jax.spmd.lower import Lowering
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {name: jax.random.normal(k, (64, 64)) / 8 for name, k in zip("abc", KEYS, strict=False)}

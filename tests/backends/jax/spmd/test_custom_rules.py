@@ -15,7 +15,7 @@ import pase
 from bench.cases.plans import TOLERANCE, case_of
 from bench.programs.child import flops
 from pase.backends.audit.xla import sharded_step, unsharded_step
-from pase.backends.jax.plan import Lowering
+from pase.backends.jax.spmd.lower import Lowering
 from pase.errors import PaseError
 from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify, verify

@@ -17,7 +17,7 @@ import pytest
 import pase
 from bench.cases.plans import case_of
 from pase.api import Plan
-from pase.backends.jax.plan import JaxPlan
+from pase.backends.jax.one_program import OneProgramPlan
 from pase.backends.jax.spmd.call import MANUAL_RULES
 from pase.backends.jax.spmd.values import LoweringFault, NotManual
 from pase.errors import PaseError
@@ -146,7 +146,7 @@ def test_delayed_updates(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
             faults.enter_context(planting(KeyError("t99")))
         else:
             faults.callback(monkeypatch.undo)
-            monkeypatch.setattr(JaxPlan, "program", property(refuses(KeyError("t99"))))
+            monkeypatch.setattr(OneProgramPlan, "program", property(refuses(KeyError("t99"))))
         params, _, _ = plan.jax.train_step(OPTIMIZER)(held, OPTIMIZER.init(held), x)
     assert any("KeyError: 't99'" in (s := str(w.message)) and "applies its own gradients" in s for w in said)
     np.testing.assert_allclose(params["w"], PARAMS["w"] - 0.1 * GRADS["w"], atol=1e-5)

@@ -8,7 +8,7 @@ import pytest
 
 from bench.cases.plans import case_of
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step
-from pase.backends.jax.make import jax_plan
+from pase.backends.jax.make import one_program_plan
 
 
 def images_loss(params, images):
@@ -50,7 +50,7 @@ def test_a_window_is_padded_further_than_windows_overlap():
         )
         plan = case_of(loss, params, images).plan("random0@4x2")
         assert sum(c.source == c.node and c.kind == "permute" for c in plan.collectives) >= 2
-        jp = jax_plan(plan)
+        jp = one_program_plan(plan)
         made = jax.jit(jp.value_and_grad(lowering="manual"))(*jp.device_put(params, images))
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12),

@@ -16,7 +16,7 @@ import pase
 from bench.cases.plans import TOLERANCE, case_of, measured
 from bench.fuzz import xla as xla_fuzz
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step
-from pase.backends.jax.make import jax_plan
+from pase.backends.jax.make import one_program_plan
 from pase.backends.jax.spmd.values import NotManual
 from pase.errors import PaseError
 from pase.local.exchange import nests
@@ -102,7 +102,7 @@ def test_in_float64_the_steps_are_equal(decoder, strategy):
 def test_the_loss_alone_is_the_functions(decoder):
     case, params, batch, whole = decoder
     with jax.enable_x64(True):
-        jp = jax_plan(case.plan("random1@2x2x2"))
+        jp = one_program_plan(case.plan("random1@2x2x2"))
         value = jax.jit(jp.loss(lowering="manual"))(*jp.device_put(params, batch))
         assert abs(float(value) - whole.loss) < 1e-12
         with pytest.raises(PaseError) as e:

@@ -14,7 +14,7 @@ from jax import lax
 import pase
 from bench.cases.plans import TOLERANCE, case_of
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step, worst_difference
-from pase.backends.jax.plan import Lowering
+from pase.backends.jax.spmd.lower import Lowering
 from pase.backends.jax.spmd.values import NotManual
 from pase.frontends.jax.frontend import from_jax
 

@@ -6,7 +6,7 @@ import optax
 
 from bench.cases.plans import case_of
 from pase.backends.audit.xla import worst_difference
-from pase.backends.jax.make import jax_plan
+from pase.backends.jax.make import one_program_plan
 from pase.compiler.meshes.baselines import complete
 from pase.compiler.meshes.plans import plan_of
 from pase.machine import mesh_from
@@ -23,7 +23,7 @@ def test_state_is_split_where_parameters_are_whole():
     split = {name: np.array(i, np.int8) for name, i in state.items() if i}
     assert all((space[name] == c).all(axis=1).any() for name, c in split.items())
     mesh = mesh_from("8", 8)
-    jp = jax_plan(plan_of(p, complete(p, split, mesh), mesh, "model", case.traced))
+    jp = one_program_plan(plan_of(p, complete(p, split, mesh), mesh, "model", case.traced))
     mesh, params, moments = jp.mesh(), PARAMS, optimizer.init(PARAMS)
     placed, x = jp.device_put(PARAMS, X, mesh=mesh)
     placed_moments = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer, mesh))(placed)
