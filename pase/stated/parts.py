@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from pase.baselines import Baseline, roles
+from pase.compiler.stages.costs import CostKind, PartCost, products_of_weights, work_shares
 from pase.compiler.stages.places import Places
 from pase.ir import Access, Graph, Node, Op
 from pase.ir.blocks import Block, holders
@@ -53,11 +54,13 @@ class Sent:
     gradients: it may run during them."""
 
 
-@dataclass(kw_only=True)
-class Part:
-    """Seconds of one micro-batch on one device, and bytes.
+@dataclass(kw_only=True, eq=False)
+class Part(PartCost):
+    """A part's compute and bytes, and what the price of the program's own way to run it needs besides.
 
-    recompute_s: forward work that backward repeats.
+    What it sends is listed call by call in ``sent``, and its parameters in ``arrays``, because programs overlap and
+    join them in their own ways. So its costs of what is sent or kept through the step are zero.
+
     once_s: work of a step's first micro-batch alone.
     host_s: the host's launches, in forward and backward.
     elements: parameters on the device, by the axes over which their gradients are summed.
@@ -65,31 +68,48 @@ class Part:
     largest: elements of the largest array.
     shapes: elements of one weight of each shape: of the experts on the device, those of one.
     saved: bytes that backward needs of one micro-batch without recomputation.
-    kept: the same with the strategy's recomputation.
     entry: bytes of the part's input.
     spent: the compute again, with recomputation, by what errors of its price have in common (``pase.plan.error_bar``).
     """
 
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    recompute_s: float = 0.0
     attention_s: tuple[float, float] = (0.0, 0.0)
     host_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
     sent: list[Sent] = field(default_factory=list)
-    update_s: float = 0.0
     once_s: float = 0.0
     elements: dict[tuple[str, ...], float] = field(default_factory=dict)
     arrays: list[tuple[tuple[str, ...], float, float]] = field(default_factory=list)
     largest: float = 0.0
     shapes: float = 0.0
     saved: float = 0.0
-    kept: float = 0.0
     entry: float = 0.0
     spent: list[StepPart] = field(default_factory=list)
 
     @property
     def parameters(self) -> float:
         return sum(self.elements.values())
+
+    @property
+    def forward_s(self) -> float:
+        return self[CostKind.FORWARD]
+
+    @property
+    def backward_s(self) -> float:
+        """The seconds of backward without recomputation."""
+        return self[CostKind.INPUT] + self[CostKind.WEIGHT]
+
+    @property
+    def recompute_s(self) -> float:
+        """The seconds of forward work that backward repeats."""
+        return self[CostKind.RECOMPUTE]
+
+    @property
+    def update_s(self) -> float:
+        return self[CostKind.AFTER]
+
+    @property
+    def kept(self) -> float:
+        """Bytes that backward needs of one micro-batch, with the strategy's recomputation."""
+        return self[CostKind.KEPT]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,25 +307,21 @@ class _PartsInTheMaking:
         """Add the node's work, forward and backward, and its kernels' launches."""
         part, many = self.parts[self.places.of(n.name)], self.runs(n.name)
         cfg = self.placed.strategy[n.name][None, :]
+        for_weights = products_of_weights(self.graph, n)
         for w, seconds in priced_work(
             self.graph, n, cfg, self.placed.mesh, self.strategy, self.program, self.model
         ):
             each = w.times * seconds / many
-            if w.phase == "update":
-                part.update_s += each
-                continue
             if w.casts == "weight" and self.program.keeps_cast_weights:
                 part.once_s += each
                 continue
+            part.add(work_shares(w, for_weights, 1), each)
+            if w.phase == "update":
+                continue
             if n.kind == "matmul":
                 self.product_s.setdefault(n.name, [0.0, 0.0])[w.phase == "backward"] += each * many
-            again = 0.0
-            if w.phase == "backward":
-                part.backward_s += each
-            else:
-                again = self.recompute_part(n, w.kind != "memory")
-                part.forward_s += each
-                part.recompute_s += each * again
+            again = self.recompute_part(n, w.kind != "memory") if w.phase == "forward" else 0.0
+            part.add({CostKind.RECOMPUTE: again}, each)
             part.spent.append(_spent(n, w, each * (1 + again)))
             if w.kind == "attention":
                 f, b = part.attention_s
@@ -365,9 +381,8 @@ class _PartsInTheMaking:
     def add_light(self, n: Node, forward_s: float, backward_s: float) -> None:
         """Add light work of the program itself next to a node, in seconds."""
         part, again = self.parts[self.places.of(n.name)], self.recompute_part(n, False)
-        part.forward_s += forward_s
-        part.recompute_s += forward_s * again
-        part.backward_s += backward_s
+        part.add({CostKind.FORWARD: 1.0, CostKind.RECOMPUTE: again}, forward_s)
+        part.add({CostKind.INPUT: backward_s})
         seconds = forward_s * (1 + again) + backward_s
         part.spent.append(
             StepPart(kind="light", shape=(n.name,), seconds=seconds, family="the program's own")
@@ -493,12 +508,12 @@ class _PartsInTheMaking:
             part.saved += nbytes
             if n.kind == "carry":
                 part.entry += nbytes
-                part.kept += nbytes
+                part.add({CostKind.KEPT: nbytes})
             else:
-                part.kept += nbytes * (1 - self.recompute_part(n, op.kind in PRODUCTS))
+                part.add({CostKind.KEPT: nbytes * (1 - self.recompute_part(n, op.kind in PRODUCTS))})
         self.add_entry(wanted)
         if self.strategy.remat == "full":
-            self.parts["first"].kept += self.layers_before * self.parts["block"].entry
+            self.parts["first"].add({CostKind.KEPT: self.layers_before * self.parts["block"].entry})
 
     def add_entry(self, wanted: Collection[str]) -> None:
         """Add what a written-out block gets from the previous one. For a loop, its carries are counted instead."""
@@ -511,9 +526,9 @@ class _PartsInTheMaking:
             nbytes = self.reduced_elements(n, op, write) * self.graph.tensors[t].itemsize
             part.entry += nbytes
             if t in wanted:
-                part.kept += nbytes * self.recompute_part(n, op.kind in PRODUCTS)
+                part.add({CostKind.KEPT: nbytes * self.recompute_part(n, op.kind in PRODUCTS)})
             elif reruns:
-                part.kept += nbytes
+                part.add({CostKind.KEPT: nbytes})
                 part.saved += nbytes
 
     def stays(self, n: Node) -> bool:

@@ -15,8 +15,9 @@ from itertools import pairwise
 import numpy as np
 
 from pase.compiler.stages.chain_places import UnitPlaces, UnitRange
+from pase.compiler.stages.costs import CostKind
 from pase.compiler.stages.features import direction, running, slower_may_weigh_less
-from pase.compiler.stages.menu import StageRole, StageSplit
+from pase.compiler.stages.menu import COMPUTED, RUN, StageRole, StageSplit
 from pase.compiler.stages.search import GAP, NODES, PRICES, SIMULATIONS, Staged, StageMenu
 from pase.errors import Infeasible
 from pase.pipeline.bounds import paths
@@ -200,14 +201,12 @@ class ChainMenu(StageMenu):
         return RangeWay(
             first=w.role.units[0],
             end=w.role.units[1],
-            runs=runs_of(
-                **{k: w.fixed(k, f"{k}_sent") for k in ("forward", "input", "weight", "recompute")},
-            ),
+            runs=runs_of(**{name: w.fixed(*what) for name, what in RUN.items()}),
             before=before,
             after=after,
             send=(0.0, 0.0) if last or s.ranks == 1 else self._least_sent_s(w),
-            held=w.fixed("static"),
-            kept=w.fixed("kept"),
+            held=w.fixed(CostKind.STATIC),
+            kept=w.fixed(CostKind.KEPT),
             waiting=w.waiting[0],
             buffers=w.buffers,
         )
@@ -300,9 +299,10 @@ def _many(w: StageSplit) -> int:
 
 def _exposed(w: StageSplit, *, alone: bool) -> tuple[float, float]:
     """Return seconds per step before and after a stage's actions. If its rank has other stages: at least."""
-    update = w.fixed("after")
+    update = w.fixed(CostKind.AFTER)
     if not alone:
-        return w.slow * w.fixed("before"), w.slow * w.fixed("sums") + update
-    forward, backward = w.by_unit("forward"), w.by_unit("input", "weight", "recompute")
-    before = exposed_s(w.by_unit("before"), forward, 0.0, w.slow)
-    return before, exposed_s(w.by_unit("sums"), backward, 0.0, w.slow) + update
+        return w.slow * w.fixed(CostKind.BEFORE), w.slow * w.fixed(CostKind.SUMS) + update
+    gathers, sums = w.by_unit(CostKind.BEFORE), w.by_unit(CostKind.SUMS)
+    forward, backward = (w.by_unit(*COMPUTED[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    before = exposed_s(gathers, forward, 0.0, w.slow)
+    return before, exposed_s(sums, backward, 0.0, w.slow) + update

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pase.compiler.stages.costs import CostKind
 from pase.compiler.stages.menu import StageSplit
 from pase.pipeline.cuts import CutProblem, most_held
 from pase.pipeline.simulate import simulate
@@ -337,7 +338,7 @@ class _Ways:
         lines = [w.step_lines(micro_batches) for w in ways]
         most = max(map(len, lines))
         waiting = (w.waiting for w in ways)
-        static, kept = ([[w.fixed(b), w.of_block(b)] for w in ways] for b in ("static", "kept"))
+        static, kept = ([[w.fixed(b), w.of_block(b)] for w in ways] for b in (CostKind.STATIC, CostKind.KEPT))
         return cls(
             seconds=np.stack([np.concatenate([x, np.repeat(x[:1], most - len(x), axis=0)]) for x in lines]),
             nbytes=np.array([static, kept, list(waiting)]),

@@ -7,7 +7,8 @@ grouped by the part that pays for them, and by whether they are paid once per st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ from pase.tables.work import Phase, Work, has_gradient, node_work, phase_of
 
 __all__ = [
     "PARTS",
+    "CostKind",
     "GatheredWeights",
     "PartCost",
     "PricedParts",
@@ -46,43 +48,58 @@ forward, and again for its backward (``pase.ir.recompute.gathering_again``), so 
 the account has those of the action that runs."""
 
 
-@dataclass(kw_only=True)
+class CostKind(IntEnum):
+    """The kinds of cost of a part: seconds by when they are paid, and bytes by how long they are held.
+
+    Seconds per micro-batch: compute in forward, in the two parts of backward, and in recomputation; and the collectives
+    for which each of these waits (``…_SENT``), which overlap with nothing.
+    Seconds per step: gathers of parameters (before), sums of their gradients, and the optimizer's update (after).
+    Bytes on a device: held through the step (static), of one micro-batch until its backward (kept), and until its
+    weights' gradients (waiting).
+    """
+
+    FORWARD = 0
+    INPUT = 1
+    WEIGHT = 2
+    RECOMPUTE = 3
+    FORWARD_SENT = 4
+    INPUT_SENT = 5
+    WEIGHT_SENT = 6
+    RECOMPUTE_SENT = 7
+    BEFORE = 8
+    SUMS = 9
+    AFTER = 10
+    STATIC = 11
+    KEPT = 12
+    WAITING = 13
+
+
+@dataclass(kw_only=True, eq=False)
 class PartCost:
     """The costs of one part; if it consists of equal units, those of one unit.
 
-    Seconds are per micro-batch, except that before, sums and after are per step. Bytes are per device.
-
-    forward, input, weight, recompute: compute. input and weight are the two parts of backward.
-    forward_sent, …: collectives at the same time, which overlap with nothing.
-    before: gathers of parameters.
-    sums: sums of their gradients.
-    after: the optimizer's update.
-    static: bytes kept through the step.
-    kept: bytes of one micro-batch, kept until its backward.
+    by_kind: seconds and bytes, float64 [kinds].
     inner: bytes of a block while it is recomputed.
     buffers: bytes of one op, with its gradients.
+    memory: what is static, by kind: parameters, gradients, optimizer, activations (gathered weights and inputs).
     """
 
-    forward: float = 0.0
-    input: float = 0.0
-    weight: float = 0.0
-    recompute: float = 0.0
-    forward_sent: float = 0.0
-    input_sent: float = 0.0
-    weight_sent: float = 0.0
-    recompute_sent: float = 0.0
-    before: float = 0.0
-    sums: float = 0.0
-    after: float = 0.0
-    static: float = 0.0
-    kept: float = 0.0
+    by_kind: np.ndarray = field(default_factory=lambda: np.zeros(len(CostKind)))
     inner: float = 0.0
     buffers: float = 0.0
     memory: dict[str, float] = field(default_factory=dict)
-    """``static`` by kind: parameters, gradients, optimizer, activations (gathered weights and inputs)."""
+
+    def __getitem__(self, kind: CostKind) -> float:
+        return float(self.by_kind[kind])
+
+    def add(self, shares: Mapping[CostKind, float], many: float = 1.0) -> None:
+        """Add so many seconds or bytes to each kind, by its share."""
+        for kind, share in shares.items():
+            self.by_kind[kind] += share * many
 
     def keep(self, kind: str, nbytes: float) -> None:
-        self.static += nbytes
+        """Add bytes that are kept through the step."""
+        self.add({CostKind.STATIC: nbytes})
         self.memory[kind] = self.memory.get(kind, 0.0) + nbytes
 
 
@@ -90,14 +107,14 @@ class PartCost:
 class PricedParts:
     """What was priced already for one graph, mesh, cost model and optimizer, because splits differ only in a few nodes.
 
-    work: seconds of a node's work, by field of ``PartCost``.
+    work: seconds of a node's work, by kind.
     held: what a node keeps.
     buffers: bytes of a node while it runs.
     read: bytes of a parameter as it is read.
     """
 
     charges: KnownCharges = field(default_factory=KnownCharges)
-    work: dict[object, dict[str, float]] = field(default_factory=dict)
+    work: dict[object, dict[CostKind, float]] = field(default_factory=dict)
     held: dict[object, list[Held]] = field(default_factory=dict)
     buffers: dict[object, float] = field(default_factory=dict)
     read: dict[object, tuple[float, float]] = field(default_factory=dict)
@@ -127,8 +144,8 @@ def part_costs(
             if key not in known.work:
                 known.work[key] = _work(graph, n, configs[n.name], mesh, model, optimizer)
             for place in has[n.name]:  # a tied parameter is updated in each of its stages
-                _add(out[place], known.work[key])
-    paid: dict[object, dict[str, float]] = {}
+                out[place].add(known.work[key])
+    paid: dict[object, dict[CostKind, float]] = {}
     for c in sent:
         of = c.node, c.tensor, c.phase, c.times
         if of not in paid:
@@ -136,9 +153,9 @@ def part_costs(
             shares = collective_shares(
                 graph.node[c.node], c.phase, c.times, of_parameter, weights, micro_batches_of(graph)
             )
-            paid[of] = {name: float(share) for name, share in shares.items()}
+            paid[of] = {kind: float(share) for kind, share in shares.items()}
         for place in has[c.node]:
-            _add(out[place], paid[of], c.cost)
+            out[place].add(paid[of], c.cost)
     _hold(graph, places, mesh, configs, optimizer, weights, out, known)
     for c in sent:
         part = out[places.of(c.node)]
@@ -149,42 +166,37 @@ def part_costs(
             part.buffers = max(part.buffers, nbytes)
     for place, many in places.sizes.items():
         unit = out[place]
-        for f in fields(PartCost):
-            if f.name not in ("inner", "buffers", "memory"):
-                setattr(unit, f.name, getattr(unit, f.name) / many)
+        unit.by_kind /= many
         unit.memory = {k: v / many for k, v in unit.memory.items()}
+        unit.add({CostKind.WAITING: unit.inner or unit[CostKind.KEPT]})
     return out
-
-
-def _add(part: PartCost, seconds: Mapping[str, float], times: float = 1.0) -> None:
-    for name, s in seconds.items():
-        setattr(part, name, getattr(part, name) + s * times)
 
 
 def _work(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, optimizer: str
-) -> dict[str, float]:
-    """Return the seconds of the node's own work, by field of ``PartCost``."""
-    out: dict[str, float] = {}
+) -> dict[CostKind, float]:
+    """Return the seconds of the node's own work, by kind."""
+    out: dict[CostKind, float] = {}
     for_weights = products_of_weights(graph, n)
     for w in node_work(graph, n, cfg[None, :], mesh, optimizer, habits(model)):
         seconds = w.times * float(np.ravel(work_price(w, model))[0])
-        for name, share in work_shares(w, for_weights, micro_batches_of(graph)).items():
-            out[name] = out.get(name, 0.0) + share * seconds
+        for kind, share in work_shares(w, for_weights, micro_batches_of(graph)).items():
+            out[kind] = out.get(kind, 0.0) + share * seconds
     return out
 
 
-def work_shares(w: Work, for_weights: Iterator[bool], micro_batches: int) -> dict[str, float]:
-    """Return the fraction of a piece of work, in seconds per step, that goes to each field of ``PartCost``.
+def work_shares(w: Work, for_weights: Iterator[bool], micro_batches: int) -> dict[CostKind, float]:
+    """Return the fraction of a piece of work, in seconds per step, that goes to each kind of cost.
 
     for_weights: ``products_of_weights`` of the node; each product of its backward takes one item from it.
     """
     m = micro_batches
     if w.phase == "update":  # the update, or adding each micro-batch's gradient to the sum
-        return {"weight": 1 / m} if w.times > 1 else {"after": 1.0}
+        return {CostKind.WEIGHT: 1 / m} if w.times > 1 else {CostKind.AFTER: 1.0}
     if w.phase == "forward":
-        return {"forward": (1 - w.late) / m, "recompute": w.late / m}
-    return {"weight" if w.kind in ("matmul", "conv") and next(for_weights) else "input": 1 / m}
+        return {CostKind.FORWARD: (1 - w.late) / m, CostKind.RECOMPUTE: w.late / m}
+    of_weight = w.kind in ("matmul", "conv") and next(for_weights)
+    return {CostKind.WEIGHT if of_weight else CostKind.INPUT: 1 / m}
 
 
 def products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
@@ -208,8 +220,8 @@ def collective_shares(
     of_parameter: bool,
     weights: GatheredWeights,
     micro_batches: int,
-) -> dict[str, np.ndarray | float]:
-    """Return the fraction of a collective's seconds per step that goes to each field of ``PartCost``.
+) -> dict[CostKind, np.ndarray | float]:
+    """Return the fraction of a collective's seconds per step that goes to each kind of cost.
 
     Of one that runs twice in a micro-batch, half is for its backward.
 
@@ -219,19 +231,20 @@ def collective_shares(
     m, hoisted, once = micro_batches, weights == "hoisted", weights != "each"
     # ZeRO gathers updated parameters, which overlaps with the first forward of the next step.
     if phase == "update":
-        return {"before" if once else "after": 1.0}
+        return {CostKind.BEFORE if once else CostKind.AFTER: 1.0}
     if of_parameter and phase == "backward":
-        return {"sums" if hoisted else "weight_sent": 1 / m}
+        return {CostKind.SUMS if hoisted else CostKind.WEIGHT_SENT: 1 / m}
     if phase == "backward":
-        return {"input_sent": 1 / m}
+        return {CostKind.INPUT_SENT: 1 / m}
     runs, remat = (
         max(float(concrete_size(op.times, reader.name)) for op in reader.ops),
         any(op.remat for op in reader.ops),
     )
     again = np.where((remat or of_parameter) & (np.asarray(times) >= 2 * runs), 0.5, 0.0)
     if of_parameter and once:
-        return {"before": (1 - again) / m}
-    return {"forward_sent": (1 - again) / m, "recompute_sent" if remat else "input_sent": again / m}
+        return {CostKind.BEFORE: (1 - again) / m}
+    then = CostKind.RECOMPUTE_SENT if remat else CostKind.INPUT_SENT
+    return {CostKind.FORWARD_SENT: (1 - again) / m, then: again / m}
 
 
 def _hold(
@@ -261,7 +274,7 @@ def _hold(
                 elif h.kind != "activations" or h.weights or n.kind == "input":
                     out[place].keep(h.kind, nbytes)
                 else:
-                    out[place].kept += nbytes
+                    out[place].add({CostKind.KEPT: nbytes})
     for (place, _), nbytes in regions.items():
         out[place].inner = max(out[place].inner, nbytes)
     if weights != "each":

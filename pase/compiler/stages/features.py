@@ -16,7 +16,13 @@ from functools import cached_property
 
 import numpy as np
 
-from pase.compiler.stages.costs import GatheredWeights, collective_shares, products_of_weights, work_shares
+from pase.compiler.stages.costs import (
+    CostKind,
+    GatheredWeights,
+    collective_shares,
+    products_of_weights,
+    work_shares,
+)
 from pase.compiler.stages.places import Places
 from pase.ir import Edge, Graph, Node, Tensor
 from pase.ir.blocks import micro_batches_of
@@ -42,12 +48,7 @@ __all__ = ["Feature", "FeatureTables", "direction", "feature_tables", "running",
 
 
 class Feature(IntEnum):
-    """The features of a stage.
-
-    Seconds per micro-batch: compute in forward and in the two parts of backward (input includes recomputation), and the
-    collectives for which these wait. Seconds per step: before (gathers), sums of gradients, and after. Bytes on a
-    device: held throughout, held for one micro-batch until its backward, and until its weights' gradients.
-    """
+    """The features of a stage: its kinds of cost (``CostKind``), with recomputation as part of the input's backward."""
 
     FORWARD = 0
     INPUT = 1
@@ -319,9 +320,12 @@ class _StagePricing:
         return {n.name: v for v, n in enumerate(self.graph.nodes)}
 
 
-def _features(shares: Mapping[str, np.ndarray | float]) -> dict[Feature, np.ndarray | float]:
-    """Return shares by feature, from shares by field of ``PartCost``. Recomputation is part of the input's backward."""
-    return {Feature[name.replace("recompute", "input").upper()]: x for name, x in shares.items()}
+_FEATURE_OF = {kind: Feature[kind.name.replace("RECOMPUTE", "INPUT")] for kind in CostKind}
+
+
+def _features(shares: Mapping[CostKind, np.ndarray | float]) -> dict[Feature, np.ndarray | float]:
+    """Return shares by feature, from shares by kind. Recomputation is part of the input's backward."""
+    return {_FEATURE_OF[kind]: share for kind, share in shares.items()}
 
 
 def _add(parts: _ByFeature, value: np.ndarray, shares: Mapping[Feature, np.ndarray | float]) -> None:

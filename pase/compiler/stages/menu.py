@@ -17,7 +17,7 @@ import numpy as np
 from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import Variant
 from pase.compiler.stages.chain_places import UnitPlaces, UnitRange
-from pase.compiler.stages.costs import PARTS, GatheredWeights, PartCost, PricedParts, part_costs
+from pase.compiler.stages.costs import PARTS, CostKind, GatheredWeights, PartCost, PricedParts, part_costs
 from pase.compiler.stages.features import FeatureTables, direction, feature_tables, running
 from pase.compiler.stages.places import Places, StagePart
 from pase.ir import Graph
@@ -36,6 +36,7 @@ __all__ = [
     "LAST",
     "MIDDLE",
     "ONLY",
+    "RUN",
     "SUMMED",
     "StageRole",
     "StageSplit",
@@ -82,17 +83,20 @@ FIRST, MIDDLE, LAST, ONLY = (
 
 
 _NOTHING = PartCost()
-_SENT_TOO = ("forward", "input", "weight", "recompute")
-SUMMED = {
-    name: (name, f"{name}_sent") if name in _SENT_TOO else (name,)
-    for name in (*_SENT_TOO, "after", "static", "kept")
+RUN = {
+    "forward": (CostKind.FORWARD, CostKind.FORWARD_SENT),
+    "input": (CostKind.INPUT, CostKind.INPUT_SENT),
+    "weight": (CostKind.WEIGHT, CostKind.WEIGHT_SENT),
+    "recompute": (CostKind.RECOMPUTE, CostKind.RECOMPUTE_SENT),
 }
-"""The fields of ``PartCost`` that a stage's times and bytes consist of."""
+"""What the parts of an action cost, with the collectives that they wait for."""
+SUMMED = {**RUN, "after": (CostKind.AFTER,), "static": (CostKind.STATIC,), "kept": (CostKind.KEPT,)}
+"""What a stage's times and bytes consist of."""
 COMPUTED = {
-    Kind.FORWARD: ("forward",),
-    Kind.BACKWARD: ("recompute", "input", "weight"),
-    Kind.INPUT: ("recompute", "input"),
-    Kind.WEIGHT: ("weight",),
+    Kind.FORWARD: (CostKind.FORWARD,),
+    Kind.BACKWARD: (CostKind.RECOMPUTE, CostKind.INPUT, CostKind.WEIGHT),
+    Kind.INPUT: (CostKind.RECOMPUTE, CostKind.INPUT),
+    Kind.WEIGHT: (CostKind.WEIGHT,),
 }
 """The compute of each kind of action, behind which gathers and sums may hide."""
 
@@ -124,23 +128,23 @@ class StageSplit:
             return [self.parts[u] for u in self.units]
         return [self.parts["first"]] * self.role.first + [self.parts["last"]] * self.role.last
 
-    def fixed(self, *what: str) -> float:
-        """Return the seconds or bytes of the stage without blocks, summed over fields of ``PartCost``."""
-        return float(sum(getattr(e, w) for e in self.ends for w in what))
+    def fixed(self, *what: CostKind) -> float:
+        """Return the seconds or bytes of the stage without blocks, summed over these kinds of cost."""
+        return sum(e[f] for e in self.ends for f in what)
 
-    def of_block(self, *what: str) -> float:
+    def of_block(self, *what: CostKind) -> float:
         """Return the seconds or bytes of one more block."""
-        return float(sum(getattr(self.block, w) for w in what))
+        return sum(self.block[f] for f in what)
 
-    def by_unit(self, *what: str) -> np.ndarray:
+    def by_unit(self, *what: CostKind) -> np.ndarray:
         """Return the seconds before the stage's equal blocks, of one block, and after them, float64 [3].
 
-        They are summed over fields of ``PartCost``. For unequal units the result is [units + 2], with zeros for a block
+        They are summed over these kinds of cost. For unequal units the result is [units + 2], with zeros for a block
         and what comes after it.
         """
 
         def of(part: PartCost) -> float:
-            return float(sum(getattr(part, w) for w in what))
+            return sum(part[f] for f in what)
 
         if self.units:
             return np.array([*map(of, self.ends), 0.0, 0.0])
@@ -155,7 +159,8 @@ class StageSplit:
     @cached_property
     def overlap_rows(self) -> np.ndarray:
         """``by_unit`` of gathers, of sums, and of each kind of action's compute, float64 [2 + kinds, units]."""
-        return np.stack([self.by_unit(*what) for what in (("before",), ("sums",), *COMPUTED.values())])
+        each = ((CostKind.BEFORE,), (CostKind.SUMS,), *COMPUTED.values())
+        return np.stack([self.by_unit(*what) for what in each])
 
     @cached_property
     def buffers(self) -> float:
@@ -167,8 +172,7 @@ class StageSplit:
     def waiting(self) -> tuple[float, float]:
         """The part of a micro-batch's bytes that stays until weights' gradients are computed: (without blocks, of a
         block)."""
-        ends = sum(e.inner or e.kept for e in self.ends) if self.units else self.fixed("kept")
-        return ends, self.block.inner or self.block.kept
+        return self.fixed(CostKind.WAITING if self.units else CostKind.KEPT), self.of_block(CostKind.WAITING)
 
     def step_s(self, blocks: float, micro_batches: int) -> float:
         """Return the seconds per step that a rank with only this stage is busy or waits for its gathers and sums."""
@@ -183,20 +187,19 @@ class StageSplit:
     @cached_property
     def _busy(self) -> tuple[np.ndarray, np.ndarray]:
         """(seconds of a micro-batch [2], seconds per step [lines, 2])."""
-        forward, backward = self.by_unit("forward"), self.by_unit("input", "weight", "recompute")
-        sent = self.by_unit("forward_sent", "input_sent", "weight_sent", "recompute_sent")
-        gathers = exposed_lines(self.by_unit("before"), forward, self.slow)
-        sums = exposed_lines(self.by_unit("sums"), backward, self.slow)
+        forward, backward = (self.by_unit(*COMPUTED[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD))
+        gathers = exposed_lines(self.by_unit(CostKind.BEFORE), forward, self.slow)
+        sums = exposed_lines(self.by_unit(CostKind.SUMS), backward, self.slow)
         each, once = (
             np.array([x[:-2].sum() + x[-1], x[-2]])
-            for x in (forward + backward + sent, self.by_unit("after"))
+            for x in (self.by_unit(*sum(RUN.values(), ())), self.by_unit(CostKind.AFTER))
         )
         return each, (gathers[:, None] + sums + once).reshape(-1, 2)
 
     def nbytes(self, blocks: float, flying: float) -> float:
         """Return the bytes on a device with this many micro-batches in flight."""
-        held_ = sum(e.static + flying * e.kept for e in self.ends)
-        return held_ + blocks * (self.block.static + flying * self.block.kept) + self.buffers
+        static, kept = (self.fixed(f) + blocks * self.of_block(f) for f in (CostKind.STATIC, CostKind.KEPT))
+        return static + flying * kept + self.buffers
 
 
 @dataclass(frozen=True, kw_only=True)

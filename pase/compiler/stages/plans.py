@@ -11,6 +11,7 @@ import numpy as np
 from pase.compiler.meshes.plans import provenance_of
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.stages.chain_search import ChainMenu
+from pase.compiler.stages.costs import CostKind
 from pase.compiler.stages.menu import StageSplit
 from pase.compiler.stages.pipelines import MICRO_BATCHES, Pipelines
 from pase.compiler.stages.replica_split import ReplicaSplit
@@ -268,7 +269,7 @@ def _memory(s: Staged) -> list[Memory]:
     counts = np.array(s.cuts.counts)
     active = peak_bytes(s.schedule, *_kept(s))
     if s.schedule.lockstep:  # the ends' micro-batches are divided over the ranks, and kept until backward
-        active += s.micro_batches / s.schedule.ranks * s.splits[0].fixed("kept")
+        active += s.micro_batches / s.schedule.ranks * s.splits[0].fixed(CostKind.KEPT)
     out = []
     for r in range(s.schedule.ranks):
         mine = [k for k, rank in enumerate(s.schedule.rank_of) if rank == r]

@@ -18,7 +18,8 @@ from pase.compiler.problem.variants import Variant, graph_of
 from pase.compiler.resolve import traced_model
 from pase.compiler.stages.chain_places import UnitPlaces, divided
 from pase.compiler.stages.chain_search import ChainMenu
-from pase.compiler.stages.menu import StageDevices, StageRole, StageTables
+from pase.compiler.stages.costs import CostKind
+from pase.compiler.stages.menu import RUN, StageDevices, StageRole, StageTables
 from pase.compiler.stages.places import Places
 from pase.errors import Infeasible
 from pase.frontends.jax.blocks import blocks_of
@@ -323,9 +324,8 @@ def test_a_range_of_units_is_priced_as_the_model_is(model, weights):
     for units in ((0, n), (0, n // 2), (n // 2, n), (n // 2, n // 2 + 1)):
         role = StageRole(units=units)
         split = t.cheapest(role, 0.0)
-        m = 4 * split.fixed("forward", "input", "weight", "recompute")
-        m += 4 * split.fixed("forward_sent", "input_sent", "weight_sent", "recompute_sent")
-        once = split.fixed("after") + t.slow * split.fixed("before", "sums")
+        m = 4 * sum(split.fixed(*what) for what in RUN.values())
+        once = split.fixed(CostKind.AFTER) + t.slow * split.fixed(CostKind.BEFORE, CostKind.SUMS)
         assert m + once == pytest.approx(t.solved(role, 0.0, t.step).bound)
     whole = t.features.weighted(t.step, [1.0] * len(t.graph.nodes))
     assert cost_of(whole, t.solved(StageRole(units=(0, n)), 0.0, t.step).choice) == pytest.approx(

@@ -17,8 +17,9 @@ from pase.compiler.problem.variants import Variant, graph_of
 from pase.compiler.stages.candidates import TablesMade, menu_of
 from pase.compiler.stages.chain_places import UnitPlaces, divided
 from pase.compiler.stages.chain_search import ChainMenu
+from pase.compiler.stages.costs import CostKind
 from pase.compiler.stages.device_groups import arrangements, groups_of
-from pase.compiler.stages.menu import StageDevices, StageRole, StageTables
+from pase.compiler.stages.menu import RUN, StageDevices, StageRole, StageTables
 from pase.compiler.stages.search import GAP
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of
@@ -140,9 +141,8 @@ def test_a_stack_that_two_loops_read_is_there_once_in_a_stage_and_whole():
     n = t.places.blocks
     for units in itertools.combinations(range(n + 1), 2):
         split, role = t.cheapest(StageRole(units=units), 0.0), StageRole(units=units)
-        runs = ("forward", "input", "weight", "recompute")
-        got = MICRO * split.fixed(*runs, *(f"{k}_sent" for k in runs)) + split.fixed("after")
-        got += t.slow * split.fixed("before", "sums")
+        got = MICRO * sum(split.fixed(*what) for what in RUN.values()) + split.fixed(CostKind.AFTER)
+        got += t.slow * split.fixed(CostKind.BEFORE, CostKind.SUMS)
         assert got == pytest.approx(t.solved(role, 0.0, t.step).bound)
     menu = ChainMenu([t], 2, MICRO, np.inf)
     parts = [menu.splits(StageRole(units=u))[0] for u in ((0, 1), (1, n), (0, n))]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pase.compiler.stages.choice import choose_stages, even_stages
+from pase.compiler.stages.costs import CostKind
 from pase.compiler.stages.menu import FIRST, StageRole
 from pase.compiler.stages.search import StageMenu
 from pase.pipeline.registry import schedule
@@ -37,9 +38,9 @@ def test_the_choice_of_ways_and_blocks_is_the_one_with_the_least_busiest_rank():
                     kept, waiting = np.zeros(s.stages), np.zeros(s.stages)
                     held = max(w.buffers for w in picked)
                     for k, n, w in zip(mine, counts, picked, strict=True):
-                        kept[k] = w.fixed("kept") + n * w.of_block("kept")
-                        waiting[k] = w.fixed("kept") + n * (w.block.inner or w.block.kept)
-                        held += w.fixed("static") + n * w.of_block("static")
+                        kept[k] = w.fixed(CostKind.KEPT) + n * w.of_block(CostKind.KEPT)
+                        waiting[k] = w.fixed(CostKind.KEPT) + n * (w.block.inner or w.block[CostKind.KEPT])
+                        held += w.fixed(CostKind.STATIC) + n * w.of_block(CostKind.STATIC)
                     seconds = sum(w.step_s(n, 4) for n, w in zip(counts, picked, strict=True))
                     if held + peak_bytes(s, kept, waiting)[rank] <= most:
                         out[sum(counts)] = min(out.get(sum(counts), np.inf), seconds)

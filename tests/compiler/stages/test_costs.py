@@ -12,7 +12,7 @@ from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant, graph_of
 from pase.compiler.resolve import traced_model
-from pase.compiler.stages.costs import part_costs, products_of_weights
+from pase.compiler.stages.costs import CostKind, part_costs, products_of_weights
 from pase.compiler.stages.menu import MIDDLE, ONLY, StageSplit
 from pase.compiler.stages.places import places_of
 from pase.frontends.jax.blocks import blocks_of
@@ -56,15 +56,18 @@ def test_one_stage_with_one_micro_batch_costs_what_the_step_without_stages_does(
         at = np.array([1.0, places.blocks, 1.0])
         whole = sum(w.cost for w in work) + sum(c.cost for c in moved)
         assert added.step_s(places.blocks, 1) == pytest.approx(whole)
-        assert added.by_unit("before", "sums") @ at == pytest.approx(of_parameters)
+        assert added.by_unit(CostKind.BEFORE, CostKind.SUMS) @ at == pytest.approx(of_parameters)
         for phase, names in (
-            ("forward", ("forward",)),
-            ("backward", ("input", "weight")),
-            ("update", ("after",)),
+            ("forward", (CostKind.FORWARD,)),
+            ("backward", (CostKind.INPUT, CostKind.WEIGHT)),
+            ("update", (CostKind.AFTER,)),
         ):
             assert step.by_unit(*names) @ at == pytest.approx(sum(w.cost for w in work if w.phase == phase))
         coarse = 0.0
-        for sent, names in (("before", ("forward",)), ("sums", ("input", "weight"))):
+        for sent, names in (
+            (CostKind.BEFORE, (CostKind.FORWARD,)),
+            (CostKind.SUMS, (CostKind.INPUT, CostKind.WEIGHT)),
+        ):
             sends, works = step.by_unit(sent), step.by_unit(*names)
             coarse += max(sends[0] + sends[1], works[1] + works[2]) if sends.any() else 0.0
         more = step.step_s(places.blocks, 1) - problem.pricing.cost(b.mesh, b.strategy)
@@ -89,13 +92,17 @@ def test_once_a_step_holds_whole_sums_of_gradients():
         part_costs(t.graph, t.places, t.mesh, configs, t.model, "adam", t.weights)["block"]
         for t in (each, once)
     )
-    assert b.sums > a.sums == 0 and b.weight == a.weight and b.weight_sent <= a.weight_sent
     assert (
-        b.forward == a.forward
-        and b.forward_sent <= a.forward_sent
-        and b.after <= a.after <= b.after + b.before
+        b[CostKind.SUMS] > a[CostKind.SUMS] == 0
+        and b[CostKind.WEIGHT] == a[CostKind.WEIGHT]
+        and b[CostKind.WEIGHT_SENT] <= a[CostKind.WEIGHT_SENT]
     )
-    assert b.memory["gradients"] > 0 and a.kept == b.kept
+    assert (
+        b[CostKind.FORWARD] == a[CostKind.FORWARD]
+        and b[CostKind.FORWARD_SENT] <= a[CostKind.FORWARD_SENT]
+        and b[CostKind.AFTER] <= a[CostKind.AFTER] <= b[CostKind.AFTER] + b[CostKind.BEFORE]
+    )
+    assert b.memory["gradients"] > 0 and a[CostKind.KEPT] == b[CostKind.KEPT]
 
 
 def test_weights_that_are_gathered_each_time_are_gathered_again_in_backward():
@@ -111,10 +118,18 @@ def test_weights_that_are_gathered_each_time_are_gathered_again_in_backward():
         return part_costs(of.graph, of.places, fsdp.mesh, fsdp.strategy, of.model, "adam", weights)
 
     each, once, recomputed = parts("each"), parts("hoisted"), parts("each", True)["block"]
-    assert each["block"].input_sent == each["block"].forward_sent > once["block"].input_sent == 0
-    assert 0 < recomputed.recompute_sent <= recomputed.forward_sent and recomputed.input_sent == 0
     assert (
-        each["first"].forward_sent > each["first"].input_sent == 0
+        each["block"][CostKind.INPUT_SENT]
+        == each["block"][CostKind.FORWARD_SENT]
+        > once["block"][CostKind.INPUT_SENT]
+        == 0
+    )
+    assert (
+        0 < recomputed[CostKind.RECOMPUTE_SENT] <= recomputed[CostKind.FORWARD_SENT]
+        and recomputed[CostKind.INPUT_SENT] == 0
+    )
+    assert (
+        each["first"][CostKind.FORWARD_SENT] > each["first"][CostKind.INPUT_SENT] == 0
     )  # the gradient of a look-up needs no table
 
 
