@@ -9,7 +9,6 @@ Writes bench/results/zoo_compile.json.
 
 from __future__ import annotations
 
-import resource
 import time
 from argparse import Namespace
 
@@ -55,10 +54,7 @@ BENCH = Benchmark(
     rows,
     measured,
     named="{model} {devices}",
-    head={
-        "target": "h100x8 (predicted)",
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-    },
+    head={"target": "h100x8 (predicted)"},
     line=lambda name, r: (
         f"{r['model']:14} {r['devices']:5} {r['step_s'] * 1e3:10.3f} ms, "
         f"{r['best_baseline']} ×{(r['best_baseline_s'] or 0) / r['step_s']:.3f}"
