@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar, TypeVarTuple
 
-__all__ = ["forget", "once"]
+__all__ = ["once"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,7 +32,7 @@ def once(function: Callable[[T, *More], R]) -> Callable[[T, *More], R]:
     computed
     (8, 8)
     """
-    name = _name(function)
+    name = f"{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
     def kept(value: T, *more: *More) -> R:
@@ -42,12 +42,3 @@ def once(function: Callable[[T, *More], R]) -> Callable[[T, *More], R]:
         return results[more]
 
     return kept
-
-
-def forget(function: Callable[..., object], value: object) -> None:
-    """Remove the cached results of a function for this value."""
-    value.__dict__.pop(_name(function), None)
-
-
-def _name(function: Callable[..., object]) -> str:
-    return f"{function.__module__}.{function.__qualname__}"

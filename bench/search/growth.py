@@ -4,7 +4,7 @@
 
 The search may use the repetition (equal layers) or not (layers that differ). A layer has 12 nodes with residual edges,
 in the sizes of the paper's Transformer at p = 64: 566 configs per node, 84 classes per edge. Costs are random, so that
-nothing prunes them. Writes bench/results/search_growth.json and search_growth.html.
+nothing prunes them. Writes bench/results/search_growth.json.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 import time
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,25 +56,6 @@ def stack(
     return CostTables(node_costs=tuple(nodes), edges=tuple(edges))
 
 
-def plot(rows: list[dict[str, Any]], out: Path) -> None:
-    """Writes a picture of the rows."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for kind, name in (("shared", "equal layers"), ("unlike", "each layer different")):
-        have = [r for r in rows if f"{kind}_s" in r]
-        figure.add_scatter(
-            x=[r["layers"] for r in have], y=[r[f"{kind}_s"] for r in have], name=name, mode="lines+markers"
-        )
-    figure.update_layout(
-        title="Seconds to the proven optimum against layers",
-        xaxis={"title": "layers", "type": "log"},
-        yaxis={"title": "seconds", "type": "log"},
-    )
-    figure.write_html(out, include_plotlyjs="cdn")
-    print(f"written to {out}")
-
-
 def measured(layers: int, given: Namespace) -> dict[str, Any]:
     """Returns a row: median seconds with equal layers, and with layers that differ (up to 126)."""
     row: dict[str, Any] = {"layers": layers, "nodes": 12 * layers}
@@ -99,7 +79,6 @@ BENCH = Benchmark(
     head=settings,
     options=[option("--repeats", type=int, default=3)],
     prepare=lambda: solve(stack(2)),  # compiles the kernels
-    page=lambda result, given: plot(result["rows"], given.out.with_suffix(".html")),
 )
 
 

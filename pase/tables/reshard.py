@@ -181,15 +181,11 @@ class _KnownPlans:
         self.number: dict[bytes, int] = {}
         self.parts = np.full((3, 256, 1), -1, dtype=np.int32)
 
-    def forget(self) -> None:
-        """Clear the cache."""
-        self.number.clear()
-
     def of(self, cases: np.ndarray) -> np.ndarray:
         """Kind, axes and split of each step of distinct cases [U, 3, axes]: int32 [3, U, most steps], padded with
         -1."""
         if len(self.number) > _MOST_PLANS:
-            self.forget()
+            self.number.clear()
         packed, size = np.ascontiguousarray(cases).tobytes(), cases[0].nbytes if len(cases) else 1
         keys = [packed[i : i + size] for i in range(0, len(packed), size)]
         rows = np.array([self.number.get(key, -1) for key in keys], np.intp)

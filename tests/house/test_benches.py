@@ -17,7 +17,6 @@ from tests import program
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
     "published.amp": '--only "unequal micro=32"',
-    "answers": "write answers.json --parts search --data .",
     "replay.calibrate_cpu": '--budget 1 --max-spread 1000 --rounds 1 --tries 1 --only "mlp 256"',
     "audit.check_rates": "--seeds 6 --zoo --faults 1 --moves 0 --lines 0",
     "audit.communication": "mlp",
@@ -27,7 +26,6 @@ SMALLEST = {
     "search.every_mesh": '--only "mlp, 32"',
     "search.uneven": "--only layers",
     "gpu.jax_steps": "--only layers=1 --steps 1",
-    "fuzz.files": "--count 45 --only in",
     "audit.lowerings": '--only "mlp data_parallel"',
     "search.memory": "--only mlp",
     "audit.memory": "mlp",
@@ -54,10 +52,8 @@ SMALLEST = {
     "search.public": f"--files {ROOT / 'examples'} --solvers pase --seconds 1",
     "search.sensitivity": "--only alexnet",
     "search.startup": "--runs 1",
-    "search.tables": '--repeats 1 --only "gpt2 32"',
     "audit.tf_applications": "MobileNet",
     "fuzz.xla": "--cases 0",
-    "fuzz.xla_ops": "--ops sort --seeds 1",
     "published.zero3_pipeline": "--out zero3_pipeline.json",
     "search.zoo": "--only mlp --devices 8",
 }
