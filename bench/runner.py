@@ -18,15 +18,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
+
+from bench.processes import forks_of, row_apart
 
 __all__ = [
     "BEGAN",
     "RESULTS",
     "ROOT",
     "Benchmark",
+    "OwnProcess",
     "benches",
     "numbers",
     "option",
@@ -169,11 +173,26 @@ DONE = object()
 """Follows the rows of a name: all have been measured."""
 
 
+def _bound(function: Callable[..., Any], given: argparse.Namespace) -> Callable[..., Any]:
+    """Returns the function, with ``given`` if it has such a parameter."""
+    return partial(function, given=given) if "given" in signature(function).parameters else function
+
+
 def _called(function: Any, *arguments: Any, given: argparse.Namespace) -> Any:
     """Calls the function, with ``given`` if it has such a parameter; returns anything else as it is."""
-    if not callable(function):
-        return function
-    return function(*arguments, **({"given": given} if "given" in signature(function).parameters else {}))
+    return _bound(function, given)(*arguments) if callable(function) else function
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnProcess:
+    """Each row is measured in a process of its own, whose failure is an error in the row (``row_apart``).
+
+    preloaded: the modules that are imported once, before the processes are forked. cpu_s, memory: their limits.
+    """
+
+    preloaded: Sequence[str] = ()
+    cpu_s: int
+    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -183,8 +202,9 @@ class Benchmark:
     result: the name of the result file in bench/results.
     rows: the arguments with which each row is measured (a tuple for several), by its name; or only names.
     measure: measures a row from its arguments. Returns the row, several rows, or None for no row.
-    named: the format of a row's name from the row's fields, or a function. A single field that a row lacks is added. If
-        empty, the file has rows by name, not in a list.
+    named: the format of a row's name from the row's fields, or a function. Fields that a row lacks are added: a single
+        one is the name, several are the arguments. If empty, the file has rows by name, not in a list.
+    apart: how each row is measured in a process of its own.
     stream: in place of ``measure``: measures many rows together, from ``rows``, and yields (name, row).
     at: the key of the rows in the result file. If empty, the result is ``head`` alone (or the rows by name, if there is
         no head), and no row can be kept.
@@ -206,6 +226,7 @@ class Benchmark:
     measure: Callable[..., dict[str, Any] | Iterable[dict[str, Any]] | None] | None = None
     named: str | Callable[[dict[str, Any]], str] = ""
     _: KW_ONLY
+    apart: OwnProcess | None = None
     stream: Callable[..., Iterable[tuple[str, Any]]] | None = None
     at: str = "rows"
     head: Mapping[str, Any] | Callable[..., dict[str, Any]] = field(default_factory=dict)
@@ -316,7 +337,7 @@ class Benchmark:
             for name, row in self._stream(chosen, given):
                 now = time.monotonic()
                 if row is not DONE:
-                    new.setdefault(name, []).append(self._stamped(name, row))
+                    new.setdefault(name, []).append(self._stamped(name, chosen[name], row))
                     left = (now - began) / len(new) * (len(chosen) - len(new))
                     done = f"{len(new):{len(str(len(chosen)))}}/{len(chosen)} {_left(left)}"
                     text = self.line(name, row) if self.line else _fields(name, row)
@@ -331,10 +352,14 @@ class Benchmark:
                 save(self._result(found, cases, given), given.out)
         return self._result(found, cases, given) if found else {}
 
-    def _stamped(self, name: str, row: Any) -> Any:
-        """The row with its name, if that is a field which it lacks, and with the commit."""
-        field = isinstance(self.named, str) and re.fullmatch(r"\{(\w+)\}", self.named)
-        row = {field[1]: name} | row if field else row
+    def _stamped(self, name: str, case: Any, row: Any) -> Any:
+        """The row with the fields of its name that it lacks, and with the commit."""
+        named = self.named if isinstance(self.named, str) else ""
+        fields, values = re.findall(r"\{(\w+)", named), case if isinstance(case, tuple) else (case,)
+        if named == f"{{{''.join(fields)}}}":
+            row = {named[1:-1]: name} | row
+        elif len(fields) == len(values) > 1:
+            row = dict(zip(fields, values, strict=True)) | row
         return {"commit": BEGAN["commit"]} | row if self.resumes and isinstance(row, dict) else row
 
     def _stream(self, chosen: dict[str, Any], given: argparse.Namespace) -> Iterator[tuple[str, Any]]:
@@ -344,7 +369,12 @@ class Benchmark:
         for name, case in chosen.items() if self.measure else ():
             if given.minutes is not None and time.process_time() > 60 * given.minutes:
                 return
-            rows = _called(self.measure, *(case if isinstance(case, tuple) else (case,)), given=given)
+            arguments = case if isinstance(case, tuple) else (case,)
+            if self.apart is None:
+                rows = _called(self.measure, *arguments, given=given)
+            else:
+                a, measure = self.apart, _bound(self.measure, given)
+                rows = row_apart(forks_of(a.preloaded), measure, *arguments, cpu_s=a.cpu_s, memory=a.memory)
             for row in [rows] if isinstance(rows, dict) else rows or ():
                 yield name, row
             yield name, DONE

@@ -22,18 +22,20 @@ import numpy as np
 
 from bench.cases.torch_models import MODELS, TorchExample, in_float64, state_of
 from bench.cases.torch_ranks import alone_among, on_processes, on_ranks
-from bench.processes import forks_of, row_apart
-from bench.runner import BEGAN, ROOT, Benchmark
+from bench.runner import ROOT, Benchmark, OwnProcess
 
-PRELOADED = (
-    "torch.export",
-    "transformers.models.mixtral.modeling_mixtral",
-    "transformers.integrations.moe",
-    "pase.compiler.compilation",
-    "pase.frontends.torch.frontend",
-    "bench.cases.torch_models",
+APART = OwnProcess(
+    preloaded=(
+        "torch.export",
+        "transformers.models.mixtral.modeling_mixtral",
+        "transformers.integrations.moe",
+        "pase.compiler.compilation",
+        "pase.frontends.torch.frontend",
+        "bench.cases.torch_models",
+    ),
+    cpu_s=300,
+    memory=24 << 30,
 )
-CPU_S, MEMORY = 300, 24 << 30
 FEW, MANY, RANK = 4, 32, 5
 STRATEGIES = {
     "data parallel": ("data_parallel", "data_parallel"),
@@ -209,12 +211,6 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def row(name: str) -> dict[str, Any]:
-    """Returns a model's row, measured in a process of its own."""
-    found = row_apart(forks_of(PRELOADED), measured, name, cpu_s=CPU_S, memory=MEMORY)
-    return found | {"commit": BEGAN["commit"]}
-
-
 def head(rows: dict[str, Any]) -> dict[str, Any]:
     """Returns the versions, and the summary of all rows."""
     versions = {p: importlib.metadata.version(p) for p in ("torch", "transformers")}
@@ -231,7 +227,8 @@ def write_page(found: dict[str, Any]) -> None:
 BENCH = Benchmark(
     "torch_truth",
     list(MODELS),
-    row,
+    measured,
+    apart=APART,
     head=head,
     line=lambda name, row: f"{name} {row.get('error') or summary({name: row})}",
     page=write_page,

@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
+from bench.audit.torch_memory import APART
 from bench.cases.plans import Case
 from bench.cases.torch_models import in_float32
 from bench.cases.torch_ranks import alone_among
-from bench.processes import forks_of, row_apart
 from bench.runner import Benchmark
 
 MODELS = ("GPT-2", "Llama", "BERT", "ViT", "T5", "ResNet")
@@ -40,9 +40,7 @@ STRATEGIES = {
 }
 """Strategy -> its name as in ``bench.cases.plans.Case``, and the number of devices. Under ``AGAIN``, backward gathers
 parameters again, as FSDP2 does by default; otherwise they are kept, and count as saved, from forward to backward."""
-SHOWN = ("ops", "with_waits", "besides_edges", "of_fsdp2", "saved", "step", "refused", "error")
-"""The figures of a row's line."""
-CPU_S, MEMORY, STEPS = 300, 24 << 30, 5
+STEPS = 5
 
 
 def dispatched(run: Callable[[], object]) -> Counter[str]:
@@ -171,22 +169,15 @@ def measured(model: str, strategy: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     module, batch = in_float32(model, 4 * STRATEGIES[strategy][1])
     found = compared(module, batch, strategy)
-    return {"model": model, "strategy": strategy, **({"refused": True} if found is None else found)}
-
-
-def row(model: str, strategy: str) -> dict[str, Any]:
-    """Returns a row, measured in a process of its own."""
-    preloaded = ("torch.export", "bench.cases.torch_models", "pase.frontends.torch.frontend")
-    made = row_apart(forks_of(preloaded), measured, model, strategy, cpu_s=CPU_S, memory=MEMORY)
-    return {"model": model, "strategy": strategy} | made
+    return {"refused": True} if found is None else found
 
 
 BENCH = Benchmark(
     "torch_dispatch",
     {f"{m} {s}": (m, s) for m in MODELS for s in STRATEGIES},
-    row,
+    measured,
     "{model} {strategy}",
-    line=lambda name, row: f"{name}: " + ", ".join(f"{k} {row[k]}" for k in SHOWN if k in row),
+    apart=APART,
 )
 
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bench.audit.torch_memory import CPU_S, MEMORY, PRELOADED, peaks
+from bench.audit.torch_memory import APART, peaks
 from bench.cases.plans import Case
 from bench.cases.torch_models import MODELS, in_float32
-from bench.processes import forks_of, row_apart
 from bench.runner import Benchmark
 
 DEVICES, MESSAGES = 8, 8
@@ -49,7 +48,6 @@ def measured(model: str) -> dict[str, Any]:
         found[name] = peaks(plan, small.device.workspace_bytes) | {"gathered_bytes": sent}
     kept, again_ = found["kept"], found["again"]
     return {
-        "model": model,
         "peak": round(again_["tracked"]["total"] / kept["tracked"]["total"], 3),
         "gathered": round(again_["gathered_bytes"] / kept["gathered_bytes"], 3),
         "ratio": [x["ratio"] for x in found.values()],
@@ -57,20 +55,7 @@ def measured(model: str) -> dict[str, Any]:
     }
 
 
-def row(model: str) -> dict[str, Any]:
-    """Returns a row, measured in a process of its own."""
-    return {"model": model} | row_apart(forks_of(PRELOADED), measured, model, cpu_s=CPU_S, memory=MEMORY)
-
-
-BENCH = Benchmark(
-    "torch_gathered_again",
-    {m: (m,) for m in MODELS},
-    row,
-    "{model}",
-    line=lambda name, row: (
-        f"{name}: " + ", ".join(f"{k} {row[k]}" for k in ("peak", "gathered", "ratio", "error") if k in row)
-    ),
-)
+BENCH = Benchmark("torch_gathered_again", list(MODELS), measured, "{model}", apart=APART)
 
 
 if __name__ == "__main__":

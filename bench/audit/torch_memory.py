@@ -14,8 +14,7 @@ from typing import Any
 
 from bench.cases.plans import Case
 from bench.cases.torch_models import MODELS, in_float32
-from bench.processes import forks_of, row_apart
-from bench.runner import Benchmark
+from bench.runner import Benchmark, OwnProcess
 
 STRATEGIES = {
     "data parallel": "data_parallel",
@@ -25,8 +24,11 @@ STRATEGIES = {
 }
 """Strategy -> its name as in ``bench.cases.plans.Case``; one that ends with "x" takes the other devices as well."""
 DEVICES = (8, 32)
-CPU_S, MEMORY = 300, 24 << 30
-PRELOADED = ("torch.export", "bench.cases.torch_models", "pase.frontends.torch.frontend")
+APART = OwnProcess(
+    preloaded=("torch.export", "bench.cases.torch_models", "pase.frontends.torch.frontend"),
+    cpu_s=300,
+    memory=24 << 30,
+)
 
 
 def measured(model: str, strategy: str, devices: int) -> dict[str, Any]:
@@ -38,15 +40,14 @@ def measured(model: str, strategy: str, devices: int) -> dict[str, Any]:
     from pase.frontends import registry
 
     torch.set_num_threads(1)
-    named = {"model": model, "strategy": strategy, "devices": devices}
     module, batch = in_float32(model, 4 * devices)
     traced = registry.trace(module, batch)
     problem = SplitProblem.of(traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
     label = STRATEGIES[strategy]
     plan = Case(traced=traced, problem=problem).plan(label + str(devices // 2) * label.endswith("x"))
     if plan is None:
-        return named | {"refused": True}
-    return named | peaks(plan, problem.machine.device.workspace_bytes)
+        return {"refused": True}
+    return peaks(plan, problem.machine.device.workspace_bytes)
 
 
 def peaks(plan: Any, workspace: float) -> dict[str, Any]:
@@ -63,20 +64,12 @@ def peaks(plan: Any, workspace: float) -> dict[str, Any]:
     }
 
 
-def row(model: str, strategy: str, devices: int) -> dict[str, Any]:
-    """Returns a row, measured in a process of its own."""
-    made = row_apart(forks_of(PRELOADED), measured, model, strategy, devices, cpu_s=CPU_S, memory=MEMORY)
-    return {"model": model, "strategy": strategy, "devices": devices} | made
-
-
 BENCH = Benchmark(
     "torch_memory",
     {f"{m} {s} {n}": (m, s, n) for m in MODELS for s in STRATEGIES for n in DEVICES},
-    row,
+    measured,
     "{model} {strategy} {devices}",
-    line=lambda name, row: (
-        f"{name}: " + ", ".join(f"{k} {row[k]}" for k in ("ratio", "phase", "refused", "error") if k in row)
-    ),
+    apart=APART,
 )
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from bench.processes import forks_of, row_apart
-from bench.runner import Benchmark, option
+from bench.runner import Benchmark, OwnProcess, option
 
 CASES = (
     "gpt2?batch=16",
@@ -35,8 +35,6 @@ CASES = (
     "gpt2?layers=1&batch=2&seq=64&vocab=1024",
 )
 ROUNDS = 2
-CPU_S = 900
-"""The limit of CPU time of a row, most of which the compiler needs."""
 KEPT = ("argument_size_in_bytes", "temp_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes")
 
 TimedStep = Callable[..., tuple[Any, Any, Any]]
@@ -86,8 +84,8 @@ def timed(
     return seconds | {f"{name}_synced_s": statistics.median(found) for name, found in apart.items()}
 
 
-def measured(spec: str, machine: str | None, count: int) -> dict[str, Any]:
-    """A row of the bench, measured in this process."""
+def measured(spec: str, given: Namespace) -> dict[str, Any]:
+    """A row of the bench."""
     import jax
     import optax
 
@@ -104,7 +102,7 @@ def measured(spec: str, machine: str | None, count: int) -> dict[str, Any]:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    chosen = {} if machine is None else {"machine": machine}
+    chosen = {} if given.machine is None else {"machine": given.machine}
     plan = pase.compile(f"zoo:{spec}", devices=1, memory_limit="none", **chosen)
     steps: dict[str, TimedStep] = {
         "plain": jax.jit(plain, donate_argnums=(0, 1)),
@@ -118,7 +116,7 @@ def measured(spec: str, machine: str | None, count: int) -> dict[str, Any]:
     held = begin("plain")
     planned = steps["plain"].lower(*held, *batch).compile().memory_analysis()  # type: ignore[attr-defined]
     del held
-    row = timed(steps, begin, batch, count)
+    row = timed(steps, begin, batch, given.steps)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {
         "device": jax.devices()[0].device_kind,
@@ -129,12 +127,6 @@ def measured(spec: str, machine: str | None, count: int) -> dict[str, Any]:
         "predicted_bytes": plan.memory.total,
         **{k: getattr(planned, k) for k in KEPT},
     }
-
-
-def apart(spec: str, given: Any) -> dict[str, Any]:
-    """A row of the bench, measured in a process of its own."""
-    row = row_apart(forks_of([__name__]), measured, spec, given.machine, given.steps, cpu_s=CPU_S)
-    return {"spec": spec, **row}
 
 
 def line(name: str, row: dict[str, Any]) -> str:
@@ -150,8 +142,9 @@ def line(name: str, row: dict[str, Any]) -> str:
 BENCH = Benchmark(
     "gpu_jax_steps",
     CASES,
-    apart,
+    measured,
     named="{spec}",
+    apart=OwnProcess(cpu_s=900),  # most of which the compiler needs
     line=line,
     options=(
         option(

@@ -17,13 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 import pase
 from bench.cases import SHARED
 from bench.published.cards import card
 from bench.published.vtrain import accuracy
-from bench.runner import option, parser, save, wanted
+from bench.runner import Benchmark
 from pase import machine
 from pase.compiler.problem.problem import SplitProblem
 from pase.plan.step import EAGER, PassTime, on_host, step_time
@@ -118,33 +116,16 @@ def compared(row: TrainingRow) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Writes bench/results/neusight.json."""
-    args = parser(
-        __doc__,
-        "neusight",
-        option("--only", action="append", metavar="TEXT", help="the rows with this in their name"),
-    ).parse_args()
-    every = {r.name: r for r in rows()}
-    found = {}
-    for name in wanted(every, args.only or ()):
-        found[name] = compared(every[name])
-        r = found[name]
-        measured, predicted = (r[f"{x}forward_s"] + r[f"{x}backward_s"] for x in ("", "predicted_"))
-        print(
-            f"{name:28s} {measured:7.3f} s measured {predicted:7.3f} s predicted {r['error']:+6.1%}",
-            flush=True,
-        )
-    sums = np.array(
-        [
-            [r["forward_s"] + r["backward_s"], r["predicted_forward_s"] + r["predicted_backward_s"]]
-            for r in found.values()
-        ]
+def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns the accuracy over both passes."""
+    measured, predicted = (
+        [r[f"{x}forward_s"] + r[f"{x}backward_s"] for r in rows.values()] for x in ("", "predicted_")
     )
-    result = {"all": accuracy(sums[:, 0].tolist(), sums[:, 1].tolist()), "rows": found}
-    print(result["all"])
-    save(result, args.out)
+    return {"all": accuracy(measured, predicted)}
+
+
+BENCH = Benchmark("neusight", lambda: {r.name: r for r in rows()}, compared, head=summary)
 
 
 if __name__ == "__main__":
-    main()
+    BENCH.run()

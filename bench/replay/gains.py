@@ -23,13 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.processes import forks_of, row_apart
-from bench.runner import Benchmark, option
+from bench.runner import Benchmark, OwnProcess, option
 
 if TYPE_CHECKING:
     from pase.replay.types import CompiledOp
 
-CPU_S = 900
 QUIET = 0.1
 """The quantile over the steps that other work on the machine disturbs least."""
 DurationFactor = Callable[["CompiledOp"], float]
@@ -148,8 +146,9 @@ def _predicted(folder: Path, factor: DurationFactor) -> tuple[float, float]:
     return replay_graph(g).makespan_ns, replay_graph(changed).makespan_ns
 
 
-def compare(name: str, steps: int) -> dict[str, Any]:
-    """Profiles, changes and runs one program in this process, on one core; returns the row."""
+def compared(name: str, given: Namespace) -> dict[str, Any]:
+    """Profiles, changes and runs one program, on one core; returns the row."""
+    steps = given.steps
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
     import jax
@@ -185,15 +184,11 @@ def compare(name: str, steps: int) -> dict[str, Any]:
     }
 
 
-def measured(name: str, given: Namespace) -> dict[str, Any]:
-    """Compares in a process of its own, which has its own number of threads."""
-    return row_apart(forks_of([]), compare, name, given.steps, cpu_s=CPU_S)
-
-
 BENCH = Benchmark(
     "replay_gains",
     tuple(CHANGES),
-    measured,
+    compared,
+    apart=OwnProcess(cpu_s=900),  # a process has its own number of threads
     options=[option("--steps", type=int, default=40)],
 )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import print_headline, print_report, progress
+from pase.commands.options import AlignOption, JsonOption, print_headline, print_report, progress
 from pase.files.atomic import write_atomically
 from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
@@ -51,12 +51,8 @@ def diagnose(
             "--plan). Give it again for more."
         ),
     ] = None,
-    align: Annotated[
-        str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.")
-    ] = "ends",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
-    ] = False,
+    align: AlignOption = "ends",
+    as_json: JsonOption = False,
 ) -> None:
     """Explain why a traced run is slow.
 
@@ -100,8 +96,6 @@ def diagnose(
             raise PaseError("a memory profile has no times", where="--split", fix="leave it out")
         _memory(traces, plan, page, timeline, as_json)
         return
-    if align not in ("ends", "dpro", "none"):
-        raise PaseError(f"there is no method '{align}'", where="--align", fix="choose ends, dpro or none")
     with progress() as say:
         t = load_any(traces, say)
         say("aligning clocks and finding iterations")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pase.commands.options import print_headline, print_report, progress
+from pase.commands.options import AlignOption, JsonOption, print_headline, print_report, progress
 from pase.files.atomic import write_atomically
 from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
@@ -37,15 +37,11 @@ def optimize(
         Path | None,
         typer.Option("-o", "--output", help="Write the changes as JSON.", callback=written_as("JSON")),
     ] = None,
-    align: Annotated[
-        str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.")
-    ] = "ends",
+    align: AlignOption = "ends",
     force: Annotated[
         bool, typer.Option(help="Optimize even if the replay of this run is not reliable.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find changes that would make a traced run faster.
 
@@ -69,8 +65,6 @@ def optimize(
     from pase.replay.reports.report import load_any, optimize_report
     from pase.replay.reports.trust import Run
 
-    if align not in ("ends", "dpro", "none"):
-        raise PaseError(f"there is no method '{align}'", where="--align", fix="choose ends, dpro or none")
     if scheme not in ("ring", "ps"):
         raise PaseError(f"there is no scheme '{scheme}'", where="--scheme", fix="choose ring or ps")
     if not 0 < budget < 1e6:

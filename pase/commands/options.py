@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pase.plan.types import PlanData
 
 __all__ = [
+    "AlignOption",
     "ChoicesTimeLimit",
     "FailuresOption",
     "JsonOption",
@@ -123,6 +124,17 @@ FailuresOption = Annotated[
         help="With --tokens: failures per device-hour that stop the run. Default: the machine file's.",
         metavar="RATE",
     ),
+]
+
+
+def _alignment(method: str) -> str:
+    if method not in ("ends", "dpro", "none"):
+        raise PaseError(f"there is no method '{method}'", where="--align", fix="choose ends, dpro or none")
+    return method
+
+
+AlignOption = Annotated[
+    str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.", callback=_alignment)
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import print_headline, print_report, progress
+from pase.commands.options import AlignOption, JsonOption, print_headline, print_report, progress
 from pase.errors import PaseError
 from pase.files.formats import written_as
 from pase.files.json_values import JsonObject
@@ -39,9 +39,7 @@ def replay(
     predicted: Annotated[
         Path | None, typer.Option(help="Write the replayed iteration as a separate timeline.")
     ] = None,
-    align: Annotated[
-        str, typer.Option(help="How to align the clocks of ranks: ends, dpro or none.")
-    ] = "ends",
+    align: AlignOption = "ends",
     what_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -96,9 +94,7 @@ def replay(
     force: Annotated[
         bool, typer.Option(help="Continue even if the replay of this run is not reliable.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Replay a run's traces, and predict the effect of changes.
 
@@ -130,8 +126,6 @@ def replay(
         report = compare_timelines(traces, against, align, timeline=planned)
         print_report(report, as_json, _comparison)
         return
-    if align not in ("ends", "dpro", "none"):
-        raise PaseError(f"there is no method '{align}'", where="--align", fix="choose ends, dpro or none")
     with progress() as say:
         say(f"reading and replaying {traces}" + (f", with {len(what_if)} changes" if what_if else ""))
         report = replay_report(
