@@ -8,10 +8,10 @@ neighbouring stage's mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 from pase.backends.torch.check_plans import TorchAgainst, unsharded_copy
 from pase.backends.torch.pipeline.run import PipelinedModule
@@ -34,6 +34,7 @@ from pase.tables.layouts import concrete_size
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -139,6 +140,24 @@ class TorchPipeline:
         needed = {axes for split in self.splits for axes in split.sent_along}
         needed |= {m.axes for k in range(len(self.stages)) for m, _ in self.exchanged(k)}
         return axis_groups(self.splits[0].mesh, needed, device, self.pipeline.degree)
+
+    def code(self, rank: int = 0) -> Never:
+        """Raises PaseError: a rank in stages runs several programs."""
+        raise PaseError(
+            "a rank in stages runs several programs",
+            where="plan.torch.code",
+            fix="compile with pipeline='none' to read a rank's program",
+        )
+
+    def memory(
+        self, rank: int = 0, *, optimizer: Callable[[Iterable[Tensor]], Optimizer] | None = None
+    ) -> Never:
+        """Raises PaseError: steps in stages are not followed on fake tensors."""
+        raise PaseError(
+            "steps in stages are not followed on fake tensors",
+            where="plan.torch.memory",
+            fix="read plan.memory, the plan's own account, or compile with pipeline='none'",
+        )
 
     def parallelize(
         self, module: Module, *, device: torch.device | str | None = None, compile: bool | str = False

@@ -65,6 +65,10 @@ def test_what_stages_cannot_do_is_said() -> None:
     with pytest.raises(PaseError) as e:
         plan.torch.parallelize(copy.deepcopy(module), compile=True)
     assert e.value.where == "compile" and "compile=False" in e.value.fix
+    for name, ask in (("code", plan.torch.code), ("memory", plan.torch.memory)):
+        with pytest.raises(PaseError) as e:
+            ask(rank=1)
+        assert e.value.where == f"plan.torch.{name}" and "pipeline='none'" in e.value.fix
     with alone_among(2, rank=0), pytest.raises(PaseError, match="for 4 devices, but there are 2 ranks"):
         plan.torch.parallelize(copy.deepcopy(module))
     uneven = replace(plan, pipeline=replace(plan.pipeline, groups=("fast", "slow")))
