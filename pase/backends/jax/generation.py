@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from pase.backends.jax.gspmd import JaxprWalk
+from pase.backends.jax.gspmd import AnnotatedWalk
 from pase.backends.jax.spmd.lower import Lowering, Manual, lowered
 from pase.backends.jax.steps.stepper import Stepper, with_static
 from pase.errors import PaseError
@@ -71,7 +71,7 @@ def _outs(plan: OneProgramPlan, number: int, args: Mapping[int, Tree], mesh: Jax
     import jax
 
     closed, names = plan.traced.jaxpr, plan.leaf_names()
-    eqn, walk = closed.jaxpr.eqns[number], JaxprWalk(plan=plan, mesh=mesh)
+    eqn, walk = closed.jaxpr.eqns[number], AnnotatedWalk.of(plan, mesh)
     env: dict[Var, Array] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     for k, leaves in enumerate(_leaves_of_arguments(plan)):
         if k in args:

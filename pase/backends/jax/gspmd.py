@@ -9,21 +9,20 @@ bodies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends.jax.ops import attention, convolution, fourier
 from pase.backends.jax.ops.draws import Examples, drawn
-from pase.backends.jax.ops.jaxprs import KEPT, boundary, noted, places_only, unmerged
+from pase.backends.jax.ops.jaxprs import noted, places_only, unmerged
 from pase.backends.jax.ops.totals import Totals
+from pase.backends.jax.ops.walk import JaxprWalk
 from pase.frontends.jax.attention import call_of
-from pase.frontends.jax.control import by_platform, on_every_platform
-from pase.frontends.jax.frontend import inlined, inner_jaxpr
 from pase.frontends.jax.rules import SCATTERS
-from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
-from pase.frontends.jax.versions import evaluate, scan_groups, source_line, value_of
+from pase.frontends.jax.types import ClosedJaxpr, Eqn
+from pase.frontends.jax.versions import evaluate, scan_groups, source_line
 from pase.ir import Place, PlacePart
-from pase.ir.blocks import Block
 from pase.plan.accesses import Reading
 from pase.plan.constraints import Route
 from pase.tables.axis_layout import Placement
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from pase.backends.jax.one_program import OneProgramPlan
 
-__all__ = ["JaxprWalk"]
+__all__ = ["AnnotatedWalk"]
 
 Copies: TypeAlias = "dict[str, Array]"
 """The name of a shared copy -> its value."""
@@ -64,22 +63,50 @@ def _without(placement: Placement, axis: str) -> Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JaxprWalk:
-    """One walk over the jaxpr that applies the constraints. It runs under a JAX trace."""
+class AnnotatedWalk(JaxprWalk["Array", Copies]):
+    """The walk that applies the constraints. A value is an array; in a body, it remembers the copies made so far."""
 
     plan: OneProgramPlan
     mesh: JaxMesh
     in_branch: bool = False
     """Whether this walk is inside of a branch of a conditional."""
-    examples: Examples | None = None
-    """Those of the micro-batch, if random numbers are drawn for them."""
-    totals: Totals | None = None
-    """The sums over the whole batch, if the micro-batch reads any."""
 
-    @property
-    def _only_finds(self) -> bool:
-        """Whether this walk only finds the micro-batch's own sums, so that nothing has to be recomputed."""
-        return self.totals is not None and self.totals.finds
+    @classmethod
+    def of(
+        cls,
+        plan: OneProgramPlan,
+        mesh: JaxMesh,
+        examples: Examples | None = None,
+        totals: Totals | None = None,
+    ) -> AnnotatedWalk:
+        """A walk over the plan's program. examples, totals: as in ``JaxprWalk``."""
+        return cls(
+            plan=plan,
+            mesh=mesh,
+            traced=plan.traced,
+            blocks=plan.blocks,
+            kept=plan.kept_results,
+            examples=examples,
+            totals=totals,
+        )
+
+    def constant(self, array: Array) -> Array:
+        return array
+
+    def changed(self, value: Array, change: Callable[[Array], Array]) -> Array:
+        return change(value)
+
+    def packed(self, values: Sequence[Array]) -> list[Array]:
+        return list(values)
+
+    def unpacked(self, values: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays)
+
+    def inside(self, path: str) -> Copies:
+        return {}
+
+    def located(self, eqn: Eqn, at: Place) -> AbstractContextManager[None]:
+        return noted(eqn)
 
     def _through(self, value: Array, placements: Sequence[Placement]) -> Array:
         import jax
@@ -130,98 +157,30 @@ class JaxprWalk:
         gathered.defvjp(lambda x: (gathered(x), None), lambda _, g: (self._through(g, back),))
         return gathered(value)
 
-    def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array], prefix: str, copies: Copies
-    ) -> list[Array]:
-        """Run the equations of a jaxpr. copies: those made so far in the body of this loop or recomputed region."""
-        env: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-        self.span(jaxpr, env, 0, len(jaxpr.eqns), prefix, copies)
-        return [value_of(v, env) for v in jaxpr.outvars]
-
-    def span(
-        self, jaxpr: Jaxpr, env: dict[Var, Array], start: int, stop: int, prefix: str, copies: Copies
-    ) -> None:
-        """Run the equations ``start`` … ``stop - 1``, and add their results to env (variable -> value)."""
-        i = start
-        while i < stop:
-            block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
-            if block is None or self._only_finds:
-                with noted(jaxpr.eqns[i]):
-                    self._one(jaxpr, i, env, prefix, copies)
-                i += 1
-            else:
-                self._recompute(jaxpr, block, env)
-                i = block.stop
-
-    def _one(self, jaxpr: Jaxpr, i: int, env: dict[Var, Array], prefix: str, copies: Copies) -> None:
-        """Run one equation, and add its results to env."""
-        from jax.ad_checkpoint import checkpoint_name
-
-        traced = self.plan.traced
-        info = traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-        eqn, path = jaxpr.eqns[i], f"{prefix}{i}"
-        at = Place(path)
+    def single(self, eqn: Eqn, ins: Sequence[Array], at: Place, state: Copies) -> Sequence[Array]:
+        traced, name = self.traced, eqn.primitive.name
         names = traced.operands[at]
-        name = eqn.primitive.name
-        ins = [value_of(v, env) for v in eqn.invars]
-        if inlined(eqn):
-            outs = self._call(eqn, ins, f"{path}.", copies)
-        elif (taken := on_every_platform(eqn)) is not None:
-            outs = self.run(*taken, ins[1:], f"{path}.", copies)
-        elif name == "scan":
-            outs = self._known(at, self._scan(eqn, ins, at, copies))
-        elif name == "while":
-            outs = self._known(at, self._while(eqn, ins, at, copies))
-        elif name == "cond" and not by_platform(eqn):
-            outs = self._cond(eqn, ins, at, copies)
+        ins = [self._read(x, at, t, state) for x, t in zip(ins, names, strict=True)]
+        kernel = self._kernel(eqn, at)
+        if name in SCATTERS:
+            ins[0] = unmerged(ins[0])
+        if name == "dot_general":
+            ins = self._as_split(ins, names, at)
+        if self.totals is not None:
+            ins = self.totals.operands(eqn, traced.results[at], ins)
+        draw = traced.drawn.get(at)
+        outs: Sequence[Array]
+        if places_only(eqn):
+            outs = ins
+        elif draw is not None and self.examples is not None:
+            outs = drawn(eqn, ins, draw, self.examples)
         else:
-            ins = [self._read(x, at, t, copies) for x, t in zip(ins, names, strict=True)]
-            kernel = self._kernel(eqn, at)
-            if name in SCATTERS:
-                ins[0] = unmerged(ins[0])
-            if name == "dot_general":
-                ins = self._as_split(ins, names, at)
-            if self.totals is not None:
-                ins = self.totals.operands(eqn, traced.results[at], ins)
-            draw = traced.drawn.get(at)
-            if places_only(eqn):
-                outs = ins
-            elif draw is not None and self.examples is not None:
-                outs = drawn(eqn, ins, draw, self.examples)
-            else:
-                outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
-            outs = [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)]
-            outs = self._known(at, outs)
-            if at in self.plan.kept_results:
-                outs = [checkpoint_name(x, KEPT) for x in outs]
-        env.update(zip(eqn.outvars, outs, strict=True))
+            outs = evaluate(eqn, ins, self.info) if kernel is None else [kernel(*ins)]
+        return self._known(at, [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)])
 
     def _known(self, at: Place, outs: Sequence[Array]) -> Sequence[Array]:
         """What readers of an equation's results read: the whole batch's sums, if the micro-batches share them."""
-        return (
-            outs if self.totals is None else list(map(self.totals.read, self.plan.traced.results[at], outs))
-        )
-
-    def _recompute(self, jaxpr: Jaxpr, block: Block, env: dict[Var, Array]) -> None:
-        """Run a block that backward recomputes, and add its results to env."""
-        import jax
-
-        reads, makes = boundary(jaxpr, block)
-
-        def body(*args: Array) -> list[Array]:
-            inside: Copies = {}
-            mine = dict(env) | dict(zip(reads, args, strict=True))
-            for j in range(block.start, block.stop):
-                with noted(jaxpr.eqns[j]):
-                    self._one(jaxpr, j, mine, block.prefix, inside)
-            return [mine[v] for v in makes]
-
-        # If the block is the whole body of a loop, XLA has nothing that it could merge the recomputation with.
-        alone = block.stop - block.start == len(jaxpr.eqns) and block.prefix != ""
-        keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.recompute == "light" else None
-        made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
-        env.update(zip(makes, made, strict=True))
+        return outs if self.totals is None else list(map(self.totals.read, self.traced.results[at], outs))
 
     def _as_split(self, ins: Sequence[Array], names: Sequence[str | None], at: Place) -> list[Array]:
         """The operands of a matmul, constrained to the plan's layouts, even if they already have them.
@@ -253,7 +212,7 @@ class JaxprWalk:
 
         None if XLA splits the equation.
         """
-        call, traced, layouts = call_of(eqn), self.plan.traced, self.plan.accesses.get(at)
+        call, traced, layouts = call_of(eqn), self.traced, self.plan.accesses.get(at)
         if call is None:
             of_plan = _SPLIT_BY_PLAN.get(eqn.primitive.name)
             if of_plan is None or layouts is None:
@@ -270,19 +229,6 @@ class JaxprWalk:
             source_line(eqn),
         )
 
-    def _call(self, eqn: Eqn, ins: Sequence[Array], prefix: str, copies: Copies) -> Sequence[Array]:
-        import jax
-
-        jaxpr, consts = inner_jaxpr(eqn)
-        if self._only_finds or eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
-            return self.run(jaxpr, consts, ins, prefix, copies)
-
-        def body(*args: Array) -> list[Array]:
-            return self.run(jaxpr, consts, args, prefix, {})
-
-        p = eqn.params
-        return jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
-
     def _in_loop_layouts(
         self,
         at: Place,
@@ -297,7 +243,7 @@ class JaxprWalk:
         part: which part of the equation's tensors they are (constants, carry, stacks, …). which: the number of the
         branch that returns them.
         """
-        results = self.plan.traced.results
+        results = self.traced.results
 
         def of(k: int, value: Array, name: str | None) -> Array:
             here = at.its(part, *which, k)
@@ -306,15 +252,15 @@ class JaxprWalk:
 
         return [of(k, *pair) for k, pair in enumerate(zip(values, names, strict=True))]
 
-    def _scan(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
+    def scan(self, eqn: Eqn, ins: Sequence[Array], at: Place, state: Copies) -> Sequence[Array]:
         import jax
 
-        p, results, closed = eqn.params, self.plan.traced.results, eqn.params["jaxpr"]
+        p, results, closed = eqn.params, self.traced.results, eqn.params["jaxpr"]
         nc, nk = scan_groups(eqn)
-        names, outs = self.plan.traced.operands[at], results[at.its("outs")]
-        consts = self._in_loop_layouts(at, "const", ins[:nc], names[:nc], copies)
-        init = self._in_loop_layouts(at, "carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
-        xs = self._in_loop_layouts(at, "xs", ins[nc + nk :], names[nc + nk :], copies)
+        names, outs = self.traced.operands[at], results[at.its("outs")]
+        consts = self._in_loop_layouts(at, "const", ins[:nc], names[:nc], state)
+        init = self._in_loop_layouts(at, "carry", ins[nc : nc + nk], names[nc : nc + nk], state)
+        xs = self._in_loop_layouts(at, "xs", ins[nc + nk :], names[nc + nk :], state)
 
         def body(carry: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
             inside: Copies = {}
@@ -324,18 +270,18 @@ class JaxprWalk:
             return carried, self._in_loop_layouts(at, "y", made[nk:], outs[nk:], inside)
 
         carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
-        return [self.defined(x, t) for x, t in zip([*carry, *ys], results[at], strict=True)]
+        return self._known(at, [self.defined(x, t) for x, t in zip([*carry, *ys], results[at], strict=True)])
 
-    def _while(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
+    def loop(self, eqn: Eqn, ins: Sequence[Array], at: Place, state: Copies) -> Sequence[Array]:
         import jax
 
-        p, results = eqn.params, self.plan.traced.results
+        p, results = eqn.params, self.traced.results
         nc, nb = p["cond_nconsts"], p["body_nconsts"]
         cond, body = p["cond_jaxpr"], p["body_jaxpr"]
-        names, outs = self.plan.traced.operands[at], results[at.its("outs")]
-        asks = self._in_loop_layouts(at, "ask", ins[:nc], names[:nc], copies)
-        consts = self._in_loop_layouts(at, "const", ins[nc : nc + nb], names[nc : nc + nb], copies)
-        init = self._in_loop_layouts(at, "carry", ins[nc + nb :], names[nc + nb :], copies)
+        names, outs = self.traced.operands[at], results[at.its("outs")]
+        asks = self._in_loop_layouts(at, "ask", ins[:nc], names[:nc], state)
+        consts = self._in_loop_layouts(at, "const", ins[nc : nc + nb], names[nc : nc + nb], state)
+        init = self._in_loop_layouts(at, "carry", ins[nc + nb :], names[nc + nb :], state)
 
         each = bool(cond.out_avals[0].shape)  # under vmap, the condition has one result per example
 
@@ -358,7 +304,7 @@ class JaxprWalk:
             return self._in_loop_layouts(at, "carry", made, outs, inside)
 
         carry = jax.lax.while_loop(goes_on, iteration, init)
-        return [self.defined(x, t) for x, t in zip(carry, results[at], strict=True)]
+        return self._known(at, [self.defined(x, t) for x, t in zip(carry, results[at], strict=True)])
 
     def _held(self, at: Place, on: Array, new: Array, before: Array, copies: Copies) -> Array:
         """A loop's value after an iteration, under vmap: examples that have ended keep the value from before.
@@ -368,16 +314,16 @@ class JaxprWalk:
         import jax
         import jax.numpy as jnp
 
-        traced = self.plan.traced
+        traced = self.traced
         read = zip((on, new, before), traced.operands[at], strict=True)
         on, new, before = (self._read(x, at, t, copies) for x, t in read)
         on = jax.lax.broadcast_in_dim(on, new.shape, range(on.ndim))
         return self.defined(jnp.where(on, new, before), traced.results[at][0])
 
-    def _cond(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
+    def branches(self, eqn: Eqn, ins: Sequence[Array], at: Place, state: Copies) -> Sequence[Array]:
         import jax
 
-        traced = self.plan.traced
+        traced = self.traced
         index, *operands = ins
 
         walk = replace(self, in_branch=True)

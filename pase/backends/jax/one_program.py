@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pase.backends.jax.check_plans import check_plan
 from pase.backends.jax.checkpoints import restored
 from pase.backends.jax.generation import part_of, threaded_arguments
-from pase.backends.jax.gspmd import JaxprWalk
+from pase.backends.jax.gspmd import AnnotatedWalk
 from pase.backends.jax.ops.draws import Examples
 from pase.backends.jax.ops.jaxprs import places_only
 from pase.backends.jax.ops.totals import Totals
@@ -302,7 +302,7 @@ class OneProgramPlan(JaxPlan["JaxMesh", "Stepper | DelayedStepper"]):
         """The results of the user's function with sharding constraints, leaf by leaf."""
         closed = self.traced.jaxpr
         examples = None if micro is None else self.examples(micro)
-        walk = JaxprWalk(plan=self, mesh=mesh, examples=examples, totals=totals)
+        walk = AnnotatedWalk.of(self, mesh, examples, totals)
         leaves = [walk.defined(x, t) for x, t in zip(leaves, self.leaf_names(), strict=True)]
         outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
         if totals is None:

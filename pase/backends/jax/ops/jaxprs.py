@@ -13,10 +13,13 @@ from pase.ir.blocks import Block
 if TYPE_CHECKING:
     from jax import Array
 
-__all__ = ["KEPT", "boundary", "noted", "of_operand", "places_only", "unmerged"]
+__all__ = ["KEPT", "REMATERIALISED", "boundary", "noted", "of_operand", "places_only", "unmerged"]
 
 KEPT = "pase_kept"
 """The checkpoint name of results that are residuals if backward recomputes only light ops; the policy saves it."""
+
+REMATERIALISED = ("remat", "remat2", "checkpoint")
+"""The primitives of calls whose body backward recomputes."""
 
 _NOTE = "pase was at"
 

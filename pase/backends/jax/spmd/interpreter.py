@@ -7,31 +7,31 @@ the gradient. Nothing else communicates, and nothing is left to a partitioner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.ops.draws import Examples, drawn
-from pase.backends.jax.ops.jaxprs import KEPT, boundary, of_operand
-from pase.backends.jax.ops.totals import Totals
+from pase.backends.jax.ops.jaxprs import of_operand
+from pase.backends.jax.ops.walk import JaxprWalk
 from pase.backends.jax.spmd import rules
 from pase.backends.jax.spmd.collectives import JaxArrays, summed, there_and_back
 from pase.backends.jax.spmd.control import manual_cond, manual_scan, manual_while
 from pase.backends.jax.spmd.custom_rules import call_with_rule
 from pase.backends.jax.spmd.messages import BodyMessages
-from pase.backends.jax.spmd.placement import REMATERIALISED, given_form, message_bodies
+from pase.backends.jax.spmd.placement import given_form, message_bodies
 from pase.backends.jax.spmd.prefetch import PARAMETER
 from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotManual, faults_at, packed, unpacked
 from pase.errors import PaseError
-from pase.frontends.jax.control import by_platform, on_every_platform
+from pase.frontends.jax.control import by_platform
 from pase.frontends.jax.draws import BatchDraw
-from pase.frontends.jax.frontend import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
+from pase.frontends.jax.frontend import KEPT_WHOLE
 from pase.frontends.jax.rules import BY_OPERAND
-from pase.frontends.jax.types import Eqn, Jaxpr
-from pase.frontends.jax.versions import at_line, is_literal, literal_array, source_line
+from pase.frontends.jax.types import Eqn
+from pase.frontends.jax.versions import at_line, source_line
 from pase.ir import Place
-from pase.ir.blocks import Block
 from pase.local.lower import between
 from pase.local.reshard import part, resharded
 from pase.local.types import Combine, LocalOp, LocalOperand, LocalProgram, LocalReshardStep, LocalTransfer
@@ -42,37 +42,53 @@ if TYPE_CHECKING:
     from jax import Array
     from jax.sharding import Mesh as JaxMesh
 
-    from pase.frontends.jax.versions import DebugInfo
 
 __all__ = ["ManualWalk"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManualWalk:
-    """One walk over the jaxpr on one device, run under ``shard_map``.
+class ManualWalk(JaxprWalk[DeviceValue, Cache]):
+    """The walk on one device, run under ``shard_map``.
 
-    blocks: the equations that backward recomputes. kept: the equations in these blocks whose results are residuals.
     devices: JAX's mesh. arrivals: the parameters that are gathered outside of the loop over micro-batches, or whose
-    gradients wait; None if each parameter is gathered where it is read. examples: those of the micro-batch, if random
-    numbers are drawn for them. totals: the sums over the whole batch, if the micro-batch reads any.
+    gradients wait; None if each parameter is gathered where it is read.
     """
 
     program: LocalProgram
-    traced: TracedJax
-    blocks: Sequence[Block]
-    kept: frozenset[Place]
     devices: JaxMesh
     arrivals: Arrivals | None = None
-    examples: Examples | None = None
-    totals: Totals | None = None
 
     @property
-    def _only_finds(self) -> bool:
+    def only_finds(self) -> bool:
         """Whether this walk only finds the arrivals or the micro-batch's own sums, so that nothing has to be
         recomputed."""
-        if self.totals is not None and self.totals.finds:
+        if super().only_finds:
             return True
         return self.arrivals is not None and self.arrivals.given is None and not self.arrivals.barred
+
+    def constant(self, array: Array) -> DeviceValue:
+        return DeviceValue(array=array)
+
+    def changed(self, value: DeviceValue, change: Callable[[Array], Array]) -> DeviceValue:
+        return replace(value, array=change(value.array))
+
+    def packed(self, values: Sequence[DeviceValue]) -> list[Tree]:
+        return packed(values)
+
+    def unpacked(self, values: Sequence[DeviceValue], arrays: Sequence[Tree]) -> list[DeviceValue]:
+        return unpacked(values, arrays)
+
+    def inside(self, path: str) -> Cache:
+        return Cache(body=path)
+
+    def entered(self, values: Sequence[DeviceValue], state: Cache) -> None:
+        for h in values:
+            state.values.setdefault(h.tensor or "", h)
+
+    @contextmanager
+    def located(self, eqn: Eqn, at: Place) -> Iterator[None]:
+        with faults_at(lambda _: self._named_at(eqn, at)), at_line(eqn):
+            yield
 
     def within(self, what: str) -> ManualWalk:
         """The walk inside of a construct out of which no gather can be hoisted. what: names it in errors."""
@@ -100,10 +116,6 @@ class ManualWalk:
             return {}
         return message_bodies(self.program, self.traced, self.blocks)
 
-    @cached_property
-    def _info(self) -> DebugInfo:
-        return self.traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-
     def input(self, array: Array, tensor: str) -> DeviceValue:
         """An input. One that no op reads is whole on every device."""
         if tensor not in self.program.maker:
@@ -119,107 +131,31 @@ class ManualWalk:
             gradient_carrier=gradient_carrier,
         )
 
-    def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[DeviceValue], prefix: str, cache: Cache
-    ) -> list[DeviceValue]:
-        """Run the equations of a jaxpr. prefix: of their places. cache: the state of the body that contains them."""
-        env: dict[Tree, DeviceValue] = {
-            v: DeviceValue(array=c) for v, c in zip(jaxpr.constvars, consts, strict=True)
-        }
-        env.update(zip(jaxpr.invars, args, strict=True))
-        for h in args:
-            cache.values.setdefault(h.tensor or "", h)
-        self.span(jaxpr, env, 0, len(jaxpr.eqns), prefix, cache)
-        return [self.value(v, env) for v in jaxpr.outvars]
+    def scan(self, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, state: Cache) -> Sequence[DeviceValue]:
+        return list(map(self.known, manual_scan(self, eqn, ins, at, state)))
 
-    def value(self, key: Tree, env: Mapping[Tree, DeviceValue]) -> DeviceValue:
-        """The value of a variable or literal."""
-        return DeviceValue(array=literal_array(key)) if is_literal(key) else env[key]
+    def loop(self, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, state: Cache) -> Sequence[DeviceValue]:
+        return list(map(self.known, manual_while(self, eqn, ins, at, state)))
 
-    def span(
-        self,
-        jaxpr: Jaxpr,
-        env: dict[Tree, DeviceValue],
-        start: int,
-        stop: int,
-        prefix: str,
-        cache: Cache,
-    ) -> None:
-        """Run the equations ``start`` … ``stop - 1``, and add their results to env (variable -> value)."""
-        from jax.ad_checkpoint import checkpoint_name
-
-        def one(i: int, cache: Cache) -> None:
-            eqn = jaxpr.eqns[i]
-            at = Place(f"{prefix}{i}")
-            with faults_at(lambda _: self._named_at(eqn, at)), at_line(eqn):
-                outs = self._equation(eqn, [self.value(v, env) for v in eqn.invars], at, cache)
-            if at in self.kept:
-                outs = [replace(h, array=checkpoint_name(h.array, KEPT)) for h in outs]
-            env.update(zip(eqn.outvars, outs, strict=True))
-
-        i = start
-        while i < stop:
-            block = next((b for b in self.blocks if b.prefix == prefix and b.start == i), None)
-            if block is None or self._only_finds:
-                one(i, cache)
-                i += 1
-                continue
-            self._recompute(jaxpr, block, env, one)
-            i = block.stop
-
-    def _recompute(
-        self, jaxpr: Jaxpr, block: Block, env: dict[Tree, DeviceValue], one: Callable[[int, Cache], None]
-    ) -> None:
-        """Run a block of equations that backward recomputes. one: runs one equation, by its number."""
-        import jax
-
-        reads, makes = boundary(jaxpr, block)
-        given = [env[v] for v in reads]
-        outside = dict(env)
-        made: list[DeviceValue] = []
-
-        def body(*arrays: Tree) -> list[Tree]:
-            inside = Cache(body=block.region.path)
-            for v, h in zip(reads, unpacked(given, arrays), strict=True):
-                env[v] = inside.values[h.tensor or ""] = h
-            for j in range(block.start, block.stop):
-                one(j, inside)
-            made[:] = [env[v] for v in makes]
-            return packed(made)
-
-        alone = block.stop - block.start == len(jaxpr.eqns) and block.prefix != ""  # a loop's body
-        keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.recompute == "light" else None
-        arrays = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*packed(given))
-        env.clear()
-        env.update(outside)
-        env.update(zip(makes, unpacked(made, arrays), strict=True))
-
-    def _equation(
-        self, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
+    def branches(
+        self, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, state: Cache
     ) -> Sequence[DeviceValue]:
-        name = eqn.primitive.name
-        if inlined(eqn):
-            return self._call(eqn, ins, f"{at.path}.", cache)
-        if (taken := on_every_platform(eqn)) is not None:
-            return self.run(*taken, ins[1:], f"{at.path}.", cache)
+        return manual_cond(self, eqn, ins, at, state)
+
+    def single(self, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, state: Cache) -> Sequence[DeviceValue]:
         if by_platform(eqn):
             self._check_whole(eqn, ins, "it has different code for each platform")
-        if name in ("scan", "while"):
-            run = manual_scan if name == "scan" else manual_while
-            return list(map(self.known, run(self, eqn, ins, at, cache)))
-        if name == "cond" and not by_platform(eqn):
-            return manual_cond(self, eqn, ins, at, cache)
+        name, names = eqn.primitive.name, self.traced.results[at]
         if name in KEPT_WHOLE:
             tensors = self.traced.graph.tensors
-            if any(n and tensors[n].needs_grad for n in self.traced.results[at]):
-                return call_with_rule(self, eqn, ins, at, cache)
-            return self._call(eqn, ins, f"{at.path}.", cache)
-        names = self.traced.results[at]
+            if any(n and tensors[n].needs_grad for n in names):
+                return call_with_rule(self, eqn, ins, at, state)
+            return self.call(eqn, ins, f"{at.path}.", state)
         if name in BY_OPERAND and len(names) > 1:
-            return self._by_operand(eqn, names, ins, cache)
+            return self._by_operand(eqn, names, ins, state)
         draw = self.traced.drawn.get(at)
         mine = None if draw is None or self.examples is None else (draw, self.examples)
-        return self._made(eqn, names, ins, cache, mine)
+        return self._made(eqn, names, ins, state, mine)
 
     def known(self, value: DeviceValue) -> DeviceValue:
         """What its readers read: the whole batch's, if it is a sum over the batch that the micro-batches share."""
@@ -286,7 +222,7 @@ class ManualWalk:
         arrays = [
             self.resharded(h, whole, tuple(v.aval.shape)).array for h, v in zip(ins, eqn.invars, strict=True)
         ]
-        outs = rules.plainly(eqn, arrays, self._info) if draw is None else drawn(eqn, arrays, *draw)
+        outs = rules.plainly(eqn, arrays, self.info) if draw is None else drawn(eqn, arrays, *draw)
         return [DeviceValue(array=x, tensor=n) for x, n in zip(outs, names, strict=True)]
 
     def op_on_part(
@@ -319,7 +255,7 @@ class ManualWalk:
                 op=op,
                 mesh=self.program.mesh,
                 devices=self.devices,
-                info=self._info,
+                info=self.info,
                 operands=tuple(wanted),
                 results=tuple(results),
                 shapes=tuple(
@@ -552,19 +488,3 @@ class ManualWalk:
             return run()
         except rules.NotLowered as e:
             raise self.refusal(eqn, str(e)) from None
-
-    def _call(self, eqn: Eqn, ins: Sequence[DeviceValue], prefix: str, cache: Cache) -> Sequence[DeviceValue]:
-        import jax
-
-        jaxpr, consts = inner_jaxpr(eqn)
-        if eqn.primitive.name not in REMATERIALISED or self._only_finds:
-            return self.run(jaxpr, consts, ins, prefix, cache)
-        made: list[DeviceValue] = []
-
-        def body(*arrays: Tree) -> list[Tree]:
-            made[:] = self.run(jaxpr, consts, unpacked(ins, arrays), prefix, Cache(body=prefix))
-            return packed(made)
-
-        p = eqn.params
-        arrays = jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*packed(ins))
-        return unpacked(made, arrays)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.ops.jaxprs import REMATERIALISED
 from pase.backends.jax.spmd.values import Cache, DeviceValue
 from pase.frontends.jax.frontend import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax.types import Eqn, Jaxpr
@@ -17,10 +18,7 @@ from pase.local.types import LocalProgram
 if TYPE_CHECKING:
     from pase.backends.jax.spmd.interpreter import ManualWalk
 
-__all__ = ["REMATERIALISED", "body_of", "given_form", "message_bodies", "waits"]
-
-REMATERIALISED = ("remat", "remat2", "checkpoint")
-"""Primitives of calls whose body backward recomputes."""
+__all__ = ["body_of", "given_form", "message_bodies", "waits"]
 
 
 def message_bodies(

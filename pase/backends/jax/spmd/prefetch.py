@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.ops.jaxprs import REMATERIALISED
 from pase.backends.jax.spmd.collectives import after
-from pase.backends.jax.spmd.placement import REMATERIALISED
 from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import (
     closed,
