@@ -366,33 +366,33 @@ def _scattered_extreme(call: ManualCall, eqn: Eqn, x: Array, ids: Array, updates
     later = r.layout.partial_axes(call.mesh)
     over, combine, p = later or r.summed, call.op.combine, eqn.params
 
-    def extreme(x: Array, updates: Array) -> Array:
+    # The indices are an argument of its own, because a derivative rule must not refer to values of the trace around it.
+    def extreme(x: Array, ids: Array, updates: Array) -> Array:
         here = plain(eqn, [x, ids, updates], call.info)[0]
         return here if later else summed(here, over, combine)
 
-    def added(updates: Array) -> Array:
-        return jax.lax.scatter_add(
-            jax.numpy.zeros_like(x), ids, updates, p["dimension_numbers"], mode=p["mode"]
-        )
+    def added(ids: Array, updates: Array) -> Array:
+        zeros = jax.numpy.zeros(x.shape, updates.dtype)
+        return jax.lax.scatter_add(zeros, ids, updates, p["dimension_numbers"], mode=p["mode"])
 
-    def backward(kept: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array]:
-        x, updates, top = kept
+    def backward(kept: tuple[Array, Array, Array, Array], g: Array) -> tuple[Array, None, Array]:
+        x, ids, updates, top = kept
         top = summed(top, over, combine) if later else top
-        _, at_updates = jax.vjp(added, updates)
+        _, at_updates = jax.vjp(lambda u: added(ids, u), updates)
         reached = (updates == at_updates(top)[0]).astype(g.dtype)
-        share = g / jax.numpy.maximum(summed(added(reached), over) + (x == top), 1)
+        share = g / jax.numpy.maximum(summed(added(ids, reached), over) + (x == top), 1)
         own = jax.numpy.where(x == top, share, 0)
-        return JaxArrays(call.mesh).on_first(own, list(over)), reached * at_updates(share)[0]
+        return JaxArrays(call.mesh).on_first(own, list(over)), None, reached * at_updates(share)[0]
 
-    def forward(x: Array, updates: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-        top = extreme(x, updates)
-        return top, (x, updates, top)
+    def forward(x: Array, ids: Array, updates: Array) -> tuple[Array, tuple[Array, Array, Array, Array]]:
+        top = extreme(x, ids, updates)
+        return top, (x, ids, updates, top)
 
     if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
-        return extreme(x, updates)
+        return extreme(x, ids, updates)
     shared = jax.custom_vjp(extreme)
     shared.defvjp(forward, backward)
-    return shared(x, updates)
+    return shared(x, ids, updates)
 
 
 def _attention(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
