@@ -7,16 +7,26 @@ border. Past the ends of the whole tensor, the op's padding applies. The gradien
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from pase.ir import Op
 from pase.local.arrays import Arrays
 from pase.pytree import Tree
 from pase.tables.axis_layout import AxisLayout
 
-__all__ = ["widened", "widened_back"]
+__all__ = ["borders_of", "widened", "widened_back"]
 
 A = TypeVar("A")
+
+
+def borders_of(op: Op, dims: Iterable[int], rank: int) -> dict[int, tuple[int, int]]:
+    """Dim -> (rows read before a part, rows read after it), for those of the operand's dims under a window of the op.
+
+    rank: of the operand. Its dims are the last ones of what the op reads, which may have a dim for examples besides.
+    """
+    walks = op.reads[0].map.walks
+    return {dim: window.border for dim in dims if (window := walks[dim - rank].window) is not None}
 
 
 def widened(

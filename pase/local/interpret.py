@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -28,8 +29,9 @@ from pase.local.halo import widened, widened_back
 from pase.local.lower import between, program_of
 from pase.local.nests import LocalNest, coordinates
 from pase.local.op_rules import OpRule, rule_of
-from pase.local.simulate import AllDevices, DeviceParts, part_of, places, resharded, whole_of
-from pase.local.types import Extents, LocalOp, LocalOperand, LocalProgram, LocalReshardStep, LocalResult
+from pase.local.reshard import resharded
+from pase.local.simulate import AllDevices, part_of, places, whole_of
+from pase.local.types import LocalOp, LocalOperand, LocalProgram, LocalReshardStep, LocalResult
 from pase.machine import Mesh
 from pase.tables.axis_layout import AxisLayout
 from pase.tables.layouts import concrete_size
@@ -61,10 +63,11 @@ def loss_and_gradients(
     run = _NumpyRun(program=program, graph=graph, given=given, rules=rules or {})
     r = program.result(loss)
     made = run.value(loss, (), ())
-    run.gradients[loss, ()] = {at: np.ones(run.local(r.shape, r.gradient)) for at in places(program.mesh)}
+    run.gradients[loss, ()] = np.ones((*program.mesh.sizes, *r.gradient.local_shape(r.shape, program.mesh)))
     for op, indices in reversed(run.tape):
         run.backward(op, indices)
-    value = run.whole(resharded(made, _output_steps(program, loss), r.shape, program.mesh), loss, False)
+    returned = resharded(made, _output_steps(program, loss), r.shape, "sum", run.devices)
+    value = run.whole(returned, loss, False)
     trained = [t.name for t in graph.parameters if t.needs_grad]
     found = {t: run.gradients[t, ()] for t in trained if (t, ()) in run.gradients}
     return value, {t: run.whole(parts, t, True) for t, parts in found.items()}
@@ -130,7 +133,7 @@ def _output_steps(program: LocalProgram, tensor: str) -> Sequence[LocalReshardSt
 
 @dataclass(kw_only=True)
 class _NumpyRun:
-    """One run of a program.
+    """One run of a program. An array has the parts of all devices (``AllDevices``).
 
     values: tensors in the layout in which they are made. tape: the ops that made them, in order. gradients: gradients
     of tensors, in the layout in which they arrive. resharded: values after the forward steps of a transfer. arriving:
@@ -141,16 +144,17 @@ class _NumpyRun:
     graph: Graph
     given: Mapping[str, np.ndarray]
     rules: OpRules
-    values: dict[TurnedTensor, DeviceParts] = field(default_factory=dict)
+    values: dict[TurnedTensor, np.ndarray] = field(default_factory=dict)
     tape: list[tuple[LocalOp, LoopIndices]] = field(default_factory=list)
-    gradients: dict[TurnedTensor, DeviceParts] = field(default_factory=dict)
-    resharded: dict[tuple[int, LoopIndices], DeviceParts] = field(default_factory=dict)
-    arriving: dict[tuple[int, LoopIndices], DeviceParts] = field(default_factory=dict)
+    gradients: dict[TurnedTensor, np.ndarray] = field(default_factory=dict)
+    resharded: dict[tuple[int, LoopIndices], np.ndarray] = field(default_factory=dict)
+    arriving: dict[tuple[int, LoopIndices], np.ndarray] = field(default_factory=dict)
 
-    def local(self, shape: Extents, layout: AxisLayout) -> Extents:
-        return part_of(np.empty(shape), layout, places(self.program.mesh)[0], self.program.mesh).shape
+    @cached_property
+    def devices(self) -> AllDevices:
+        return AllDevices(mesh=self.program.mesh)
 
-    def whole(self, parts: DeviceParts, tensor: str, gradient: bool) -> np.ndarray:
+    def whole(self, parts: np.ndarray, tensor: str, gradient: bool) -> np.ndarray:
         r = self.program.result(tensor)
         layout = r.gradient if gradient else r.layout.summed
         return whole_of(parts, r.shape, layout, self.program.mesh)
@@ -189,7 +193,7 @@ class _NumpyRun:
 
     # Forward.
 
-    def value(self, tensor: str, indices: LoopIndices, loops: Sequence[Scope]) -> DeviceParts:
+    def value(self, tensor: str, indices: LoopIndices, loops: Sequence[Scope]) -> np.ndarray:
         """A tensor in the layout in which it is made, for a reader in these iterations of these loops."""
         key = self.key(tensor, indices, loops)
         if key not in self.values:
@@ -198,7 +202,7 @@ class _NumpyRun:
             self.tape.append((op, key[1]))
         return self.values[key]
 
-    def read(self, o: LocalOperand, indices: LoopIndices, loops: Sequence[Scope]) -> DeviceParts:
+    def read(self, o: LocalOperand, indices: LoopIndices, loops: Sequence[Scope]) -> np.ndarray:
         """An operand in the layout in which its op reads it."""
         if o.constant:
             return self._parts(o.tensor, o.layout)
@@ -208,9 +212,7 @@ class _NumpyRun:
         made, key = self.value(t.tensor, indices, loops), self.key(t.tensor, indices, loops)
         if (o.transfer, key[1]) not in self.resharded:
             shape = self.program.result(t.tensor).shape
-            self.resharded[o.transfer, key[1]] = resharded(
-                made, t.forward, shape, self.program.mesh, t.combine
-            )
+            self.resharded[o.transfer, key[1]] = resharded(made, t.forward, shape, t.combine, self.devices)
         return self.resharded[o.transfer, key[1]]
 
     def _source(self, op: LocalOp, indices: LoopIndices) -> tuple[LocalOperand, LoopIndices, Sequence[Scope]]:
@@ -223,14 +225,14 @@ class _NumpyRun:
     def _taken(self, op: LocalOp, indices: LoopIndices) -> tuple[LocalOperand, LoopIndices, Sequence[Scope]]:
         """The result of the branch that a conditional takes: (operand, in which iterations, of which loops)."""
         *branches, index = op.operands
-        chosen = int(next(iter(self.read(index, indices, op.op.loops).values())))
+        chosen = int(self.read(index, indices, op.op.loops).flat[0])
         o = branches[min(max(chosen, 0), len(branches) - 1)]
         return o, (*indices, 0), self.program.maker[o.tensor].op.loops
 
-    def _parts(self, tensor: str, layout: AxisLayout) -> DeviceParts:
+    def _parts(self, tensor: str, layout: AxisLayout) -> np.ndarray:
         """Each device's part of a value that is given, or that the graph holds."""
-        whole, mesh = self.held(tensor), self.program.mesh
-        return {at: part_of(whole, layout, at, mesh) for at in places(mesh)}
+        whole = self.held(tensor)
+        return self.devices.each(lambda at: part_of(whole, layout, at, self.program.mesh))
 
     def held(self, tensor: str) -> np.ndarray:
         """What is given, a constant of one number, or an iota."""
@@ -246,8 +248,8 @@ class _NumpyRun:
         along = np.arange(shape[p.axis]) * p.step + p.start
         return np.broadcast_to(along.reshape([-1 if i == p.axis else 1 for i in range(len(shape))]), shape)
 
-    def _made(self, op: LocalOp, key: TurnedTensor) -> DeviceParts:
-        mesh, indices, loops = self.program.mesh, key[1], op.op.loops
+    def _made(self, op: LocalOp, key: TurnedTensor) -> np.ndarray:
+        indices, loops, lead = key[1], op.op.loops, len(self.program.mesh.sizes)
         if op.op.kind in LEAF or op.op.kind == "generate":
             return self._parts(key[0], self.program.result(key[0]).layout)
         if op.op.kind == "carry":
@@ -256,11 +258,10 @@ class _NumpyRun:
             return self.read(*self._taken(op, indices))
         if op.op.name == "stack":
             turns = (self._row(op, k) for k in range(self._length(op)))
-            every = [self.read(op.operands[0], (*indices, k), loops) for k in turns]
-            return {at: np.stack([x[at] for x in every]) for at in places(mesh)}
+            return np.stack([self.read(op.operands[0], (*indices, k), loops) for k in turns], lead)
         read = [self.read(o, indices, loops) for o in op.operands]
         if op.op.function.name == "unstack":
-            return {at: x[self._row(op, indices[-1])] for at, x in read[0].items()}
+            return read[0].take(self._row(op, indices[-1]), lead)
         if (rule := self._rule(op)) is not None:
             if op.sent:  # such as a ring of keys and values: no part can be computed by itself
                 kinds = ", ".join(dict.fromkeys(c.kind for c in op.sent))
@@ -268,14 +269,13 @@ class _NumpyRun:
                     f"it sends data while it computes ({kinds}), so its rule cannot be applied part by part",
                     where=f"'{op.op.name}' at {op.op.source}",
                 )
-            return {at: rule.made([x[at] for x in read]) for at in places(mesh)}
+            return self.devices.each(lambda at: rule.made([x[at] for x in read]))
         nest, (r,) = self._nest(op, False), op.results
         read[0] = self._widened(nest, op.operands[0], read[0])
-        made = {
-            at: nest.made([x[at] for x in read], self._where(nest, op, at), self._first(op, at))
-            for at in places(mesh)
-        }
-        return self.joined(made, r.summed, nest)
+        made = self.devices.each(
+            lambda at: nest.made([x[at] for x in read], self._where(nest, op, at), self._first(op, at))
+        )
+        return self.devices.all_reduce(made, r.summed, nest.joins) if r.summed else made
 
     def _rule(self, op: LocalOp) -> OpRule | None:
         given = self.rules.get(op.op.eqn)
@@ -300,14 +300,7 @@ class _NumpyRun:
     def _first(self, op: LocalOp, at: tuple[int, ...]) -> bool:
         """Whether this device contributes the array that partial updates are added to."""
         (r,), mesh = op.results, self.program.mesh
-        over = sorted({*r.layout.partial, *map(mesh.names.index, r.summed)})
-        return not any(at[i] for i in over)
-
-    def joined(self, parts: DeviceParts, axes: tuple[str, ...], nest: LocalNest) -> DeviceParts:
-        """All-reduce over axes, with the reduction that combines the op's partial results."""
-        nothing = AxisLayout.whole(self.program.mesh)
-        step = LocalReshardStep(kind="all_reduce", axes=axes, before=nothing, after=nothing)
-        return resharded(parts, [step] if axes else [], (), self.program.mesh, nest.joins)
+        return not any(at[mesh.names.index(axis)] for axis in r.partial_over(mesh))
 
     # Windows that cross the border of a shard.
 
@@ -323,15 +316,13 @@ class _NumpyRun:
                 )
         return {dim: (s.before, s.behind) for dim, s in nest.sliding.items()}
 
-    def _widened(self, nest: LocalNest, o: LocalOperand, parts: DeviceParts) -> DeviceParts:
+    def _widened(self, nest: LocalNest, o: LocalOperand, parts: np.ndarray) -> np.ndarray:
         """Each shard with the rows before and after it that its windows read."""
-        devices, borders = AllDevices(mesh=self.program.mesh), self._borders(nest, o)
-        return devices.apart(widened(devices.together(parts), borders, o.layout, nest.neutral, devices))
+        return widened(parts, self._borders(nest, o), o.layout, nest.neutral, self.devices)
 
-    def _narrowed(self, nest: LocalNest, o: LocalOperand, parts: DeviceParts) -> DeviceParts:
+    def _narrowed(self, nest: LocalNest, o: LocalOperand, parts: np.ndarray) -> np.ndarray:
         """The transpose: gradients of rows return to the devices that the rows came from."""
-        devices, borders = AllDevices(mesh=self.program.mesh), self._borders(nest, o)
-        return devices.apart(widened_back(devices.together(parts), borders, o.layout, devices))
+        return widened_back(parts, self._borders(nest, o), o.layout, self.devices)
 
     # Backward.
 
@@ -341,11 +332,11 @@ class _NumpyRun:
             for k, t in enumerate(self.program.transfers):
                 if t.tensor == r.tensor and (k, indices) in self.arriving:
                     there = self.arriving[k, indices]
-                    returned = resharded(there, t.backward or (), r.shape, self.program.mesh)
+                    returned = resharded(there, t.backward or (), r.shape, "sum", self.devices)
                     _add(self.gradients, (r.tensor, indices), returned)
         if op.op.kind in LEAF or (op.results[0].tensor, indices) not in self.gradients:
             return
-        g = self.gradients[op.results[0].tensor, indices]
+        g, lead = self.gradients[op.results[0].tensor, indices], len(self.program.mesh.sizes)
         if op.op.kind == "carry":
             o, before, loops = self._source(op, indices)
             self._hand(o, g, before, loops)
@@ -354,74 +345,65 @@ class _NumpyRun:
             self._hand(o, g, inside, loops)
         elif op.op.name == "stack":
             for k in range(self._length(op)):
-                rows = {at: x[self._row(op, k)] for at, x in g.items()}
-                self._hand(op.operands[0], rows, (*indices, k), op.op.loops)
+                self._hand(op.operands[0], g.take(self._row(op, k), lead), (*indices, k), op.op.loops)
         elif op.op.function.name == "unstack":
             (o,) = op.operands
             layout = o.gradient if o.transfer is not None else self.program.result(o.tensor).gradient
-            out = {at: np.zeros(self.local(o.shape, layout)) for at in g}
-            for at, x in g.items():
-                out[at][self._row(op, indices[-1])] = x
+            out = np.zeros((*self.program.mesh.sizes, *layout.local_shape(o.shape, self.program.mesh)))
+            np.moveaxis(out, lead, 0)[self._row(op, indices[-1])] = g
             self._hand(o, out, indices, op.op.loops)
         else:
             self._pulled(op, g, indices)
 
-    def _at(self, op: LocalOp, indices: LoopIndices) -> list[DeviceParts]:
+    def _at(self, op: LocalOp, indices: LoopIndices) -> list[np.ndarray]:
         """The operands at which the derivative is taken: as they are read, or in the layout in which the gradient of a
         parameter's view is kept (``GradientCarrier``)."""
         read = [self.read(o, indices, op.op.loops) for o in op.operands]
-        r = op.results[0]
-        if self.local(r.shape, r.layout) == self.local(r.shape, r.gradient):
+        r, mesh, out = op.results[0], self.program.mesh, []
+        if r.layout.local_shape(r.shape, mesh) == r.gradient.local_shape(r.shape, mesh):
             return read
-        mesh, out = self.program.mesh, []
         for o, x in zip(op.operands, read, strict=True):
             kept = self.program.result(o.tensor)
-            out.append(resharded(x, between(kept.layout, kept.gradient, mesh), kept.shape, mesh))
+            steps = between(kept.layout, kept.gradient, mesh)
+            out.append(resharded(x, steps, kept.shape, "sum", self.devices))
         return out
 
-    def _by_rule(self, op: LocalOp, rule: OpRule, g: DeviceParts, indices: LoopIndices) -> None:
+    def _by_rule(self, op: LocalOp, rule: OpRule, g: np.ndarray, indices: LoopIndices) -> None:
         read = self._at(op, indices)
-        found = {at: rule.pulled([x[at] for x in read], g[at]) for at in places(self.program.mesh)}
-        for i, o in enumerate(op.operands):
-            self._hand(o, {at: grads[i] for at, grads in found.items()}, indices, op.op.loops)
+        found = [rule.pulled([x[at] for x in read], g[at]) for at in places(self.program.mesh)]
+        for o, parts in zip(op.operands, zip(*found, strict=True), strict=True):
+            self._hand(o, self.devices.together(parts), indices, op.op.loops)
 
-    def _pulled(self, op: LocalOp, g: DeviceParts, indices: LoopIndices) -> None:
+    def _pulled(self, op: LocalOp, g: np.ndarray, indices: LoopIndices) -> None:
         if (rule := self._rule(op)) is not None:
             return self._by_rule(op, rule, g, indices)
-        nest, (r,), mesh = self._nest(op, True), op.results, self.program.mesh
-        read = self._at(op, indices)
+        nest, (r,), read = self._nest(op, True), op.results, self._at(op, indices)
         read[0] = self._widened(nest, op.operands[0], read[0])
         shares = (
             self._shares(nest, op, read[0], self.values[r.tensor, indices]) if nest.combine != "sum" else None
         )
+
+        def pulled(i: int, at: tuple[int, ...]) -> np.ndarray:
+            share = None if shares is None else shares[at]
+            where, first = self._where(nest, op, at), self._first(op, at)
+            return nest.pulled(i, g[at], [x[at] for x in read], share, where, first)
+
         for i, o in enumerate(op.operands):
-            if not (op.op.differentiable and self.graph.tensors[o.tensor].needs_grad):
-                continue
-            found = {
-                at: nest.pulled(
-                    i,
-                    g[at],
-                    [x[at] for x in read],
-                    None if shares is None else shares[at],
-                    self._where(nest, op, at),
-                    self._first(op, at),
-                )
-                for at in places(mesh)
-            }
-            self._hand(o, self._narrowed(nest, o, found) if i == 0 else found, indices, op.op.loops)
+            if op.op.differentiable and self.graph.tensors[o.tensor].needs_grad:
+                found = self.devices.each(partial(pulled, i))
+                self._hand(o, self._narrowed(nest, o, found) if i == 0 else found, indices, op.op.loops)
 
-    def _shares(self, nest: LocalNest, op: LocalOp, x: DeviceParts, top: DeviceParts) -> DeviceParts:
+    def _shares(self, nest: LocalNest, op: LocalOp, x: np.ndarray, top: np.ndarray) -> np.ndarray:
         """For a maximum or minimum, each point's share of the gradient. All points that attain it share equally."""
-        (r,), mesh, write = op.results, self.program.mesh, op.op.writes[0]
-        over = r.summed or r.layout.partial_axes(mesh)
-        top = self.joined(top, () if r.summed else over, nest)
-        reached = {at: nest.reached(x[at], top[at]) for at in places(mesh)}
-        counts = {at: nest.collected(n, write, "sum") for at, n in reached.items()}
-        step = LocalReshardStep(kind="all_reduce", axes=over, before=r.gradient, after=r.gradient)
-        total = resharded(counts, [step] if over else [], r.shape, mesh)
-        return {at: n / nest.spread(total[at], write) for at, n in reached.items()}
+        (r,), write, devices = op.results, op.op.writes[0], self.devices
+        over = r.partial_over(self.program.mesh)
+        top = top if r.summed else devices.all_reduce(top, over, nest.joins)
+        reached = devices.each(lambda at: nest.reached(x[at], top[at]))
+        counts = devices.each(lambda at: nest.collected(reached[at], write, "sum"))
+        total = devices.all_reduce(counts, over)
+        return devices.each(lambda at: reached[at] / nest.spread(total[at], write))
 
-    def _hand(self, o: LocalOperand, g: DeviceParts, indices: LoopIndices, loops: Sequence[Scope]) -> None:
+    def _hand(self, o: LocalOperand, g: np.ndarray, indices: LoopIndices, loops: Sequence[Scope]) -> None:
         """Add the gradient of an operand to its transfer, or to the tensor itself if the same node makes it."""
         if not self.graph.tensors[o.tensor].needs_grad:
             return
@@ -429,10 +411,8 @@ class _NumpyRun:
         if o.transfer is not None:
             _add(self.arriving, (o.transfer, key[1]), g)
             return
-        step = LocalReshardStep(kind="all_reduce", axes=o.summed, before=o.gradient, after=o.gradient)
-        _add(self.gradients, key, resharded(g, [step] if o.summed else [], o.shape, self.program.mesh))
+        _add(self.gradients, key, self.devices.all_reduce(g, o.summed))
 
 
-def _add(into: dict[PartsKey, DeviceParts], key: PartsKey, parts: DeviceParts) -> None:
-    before = into.get(key)
-    into[key] = parts if before is None else {at: before[at] + x for at, x in parts.items()}
+def _add(into: dict[PartsKey, np.ndarray], key: PartsKey, parts: np.ndarray) -> None:
+    into[key] = into[key] + parts if key in into else parts

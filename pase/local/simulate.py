@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pase.local.arrays import Arrays, check_combine
 from pase.local.parts import held
-from pase.local.reshard import resharded as resharded_on
-from pase.local.types import Combine, Extents, LocalReshardStep
+from pase.local.types import Combine, Extents
 from pase.machine import Mesh
 from pase.pytree import Tree
 from pase.tables.axis_layout import AxisLayout
 
-__all__ = ["AllDevices", "DeviceParts", "part_of", "places", "resharded", "whole_of"]
-
-DeviceParts = dict[tuple[int, ...], np.ndarray]
-"""Place of a device on the mesh (its index along each axis) -> what the device holds."""
+__all__ = ["AllDevices", "part_of", "places", "whole_of"]
 
 
 def places(mesh: Mesh) -> list[tuple[int, ...]]:
@@ -36,8 +32,9 @@ def part_of(x: np.ndarray, layout: AxisLayout, place: tuple[int, ...], mesh: Mes
     return np.asarray(x[np.ix_(*held(x.shape, layout, place, mesh))])
 
 
-def whole_of(parts: DeviceParts, shape: Extents, layout: AxisLayout, mesh: Mesh) -> np.ndarray:
-    """The whole tensor, from its shards; partial sums are added up. Raises ValueError if replicas of a shard differ."""
+def whole_of(parts: np.ndarray, shape: Extents, layout: AxisLayout, mesh: Mesh) -> np.ndarray:
+    """The whole tensor, from the shards of all devices; partial sums are added up. Raises ValueError if replicas of a
+    shard differ."""
     out = np.zeros(shape)
     filled = np.zeros(shape, bool)
     numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -56,30 +53,20 @@ def whole_of(parts: DeviceParts, shape: Extents, layout: AxisLayout, mesh: Mesh)
     return out
 
 
-def resharded(
-    parts: DeviceParts,
-    steps: Sequence[LocalReshardStep],
-    shape: Extents,
-    mesh: Mesh,
-    combine: Combine = "sum",
-) -> DeviceParts:
-    """What all devices hold after these reshard steps. shape: of the whole tensor. combine: reduces partial values."""
-    devices = AllDevices(mesh=mesh)
-    return devices.apart(resharded_on(devices.together(parts), steps, shape, combine, devices))
-
-
 @dataclass(frozen=True, kw_only=True)
 class AllDevices(Arrays[np.ndarray]):
     """The arrays of all devices as one: its first dims are the axes of the mesh, the others those of a device."""
 
     mesh: Mesh
 
-    def together(self, parts: DeviceParts) -> np.ndarray:
-        every = np.stack([parts[p] for p in places(self.mesh)])
+    def together(self, parts: Iterable[np.ndarray]) -> np.ndarray:
+        """What the devices hold, in the order of ``places``."""
+        every = np.stack(list(parts))
         return every.reshape(*self.mesh.sizes, *every.shape[1:])
 
-    def apart(self, x: np.ndarray) -> DeviceParts:
-        return {p: x[p] for p in places(self.mesh)}
+    def each(self, make: Callable[[tuple[int, ...]], np.ndarray]) -> np.ndarray:
+        """What each device makes, from its place."""
+        return self.together(map(make, places(self.mesh)))
 
     @property
     def _lead(self) -> int:

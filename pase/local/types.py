@@ -135,6 +135,10 @@ class LocalResult(LocalTensor):
     summed: tuple[str, ...] = ()
     gradient_carrier: GradientCarrier = "value"
 
+    def partial_over(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes over which its op makes partial values: they are reduced immediately, or by the edge to a reader."""
+        return (*self.summed, *self.layout.partial_axes(mesh))
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCollective:
@@ -280,6 +284,11 @@ class LocalProgram:
         return begun is not None and all(
             begun < self.begins[op.node] and op.op.loops == self.ops[begun].op.loops for op in readers
         )
+
+    def before(self, transfer: int) -> int | None:
+        """The transfer that brings the copy which a transfer sends; None if it sends another tensor."""
+        tensor = self.transfers[transfer].tensor
+        return self.maker[tensor].operands[0].transfer if tensor in self.originals else None
 
     def users(self, transfer: int) -> Iterator[LocalOp]:
         """The ops that read what a transfer brings, or a copy of it."""

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pase.local.lower import between
-from pase.local.simulate import part_of, places
+from pase.local.reshard import resharded
+from pase.local.simulate import AllDevices, part_of
 from pase.machine import Mesh
 from pase.tables.axis_layout import AxisLayout, Digit
 
@@ -18,16 +19,22 @@ def chain(src, dst, mesh):
     return between(src, dst, mesh)
 
 
+def moved(parts, steps, shape, mesh):
+    """What all devices hold after these reshard steps."""
+    return resharded(parts, steps, shape, "sum", AllDevices(mesh=mesh))
+
+
 def held(x, layout, mesh):
     """Parts whose sum over the partial axes is x; the summands differ from device to device."""
-    out = {}
-    for place in places(mesh):
+
+    def part(place):
         partial = [place[i] for i, s in enumerate(layout) if s == "partial"]
         ways = [mesh.sizes[i] for i, s in enumerate(layout) if s == "partial"]
         rank = int(np.ravel_multi_index(partial, ways)) if ways else 0
         summand = x - sum(range(1, int(np.prod(ways)))) if rank == 0 and ways else np.full_like(x, rank)
-        out[place] = part_of(summand if ways else x, layout, place, mesh)
-    return out
+        return part_of(summand if ways else x, layout, place, mesh)
+
+    return AllDevices(mesh=mesh).each(part)
 
 
 @st.composite

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from pase.errors import PaseError
 from pase.local.exchange import _handed, _matching, exchange, nests
-from pase.local.simulate import part_of, places, resharded
+from pase.local.simulate import AllDevices, part_of, places
 from pase.local.types import LocalReshardStep
 from pase.machine import Mesh
 from pase.tables.axis_layout import AxisLayout, Digit
-from tests.local.layouts import chain
+from tests.local.layouts import chain, moved
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -38,9 +38,10 @@ def test_rounds_bring_every_device_what_it_is_to_hold(seed):
         mesh = Mesh(names=("a", "b", "c")[: len(sizes)], sizes=sizes)
         for move in chain(layout(mesh), layout(mesh), mesh):
             if move.kind in ("all_to_all", "permute") and not nests(move, x.shape, mesh):
-                parts = {p: part_of(x, move.before, p, mesh) for p in places(mesh)}
-                for place, got in resharded(parts, [move], x.shape, mesh).items():
-                    np.testing.assert_array_equal(got, part_of(x, move.after, place, mesh))
+                parts = AllDevices(mesh=mesh).together(part_of(x, move.before, p, mesh) for p in places(mesh))
+                after = moved(parts, [move], x.shape, mesh)
+                for place in places(mesh):
+                    np.testing.assert_array_equal(after[place], part_of(x, move.after, place, mesh))
                 checked += 1
     assert checked > 5
 

@@ -16,12 +16,12 @@ from pase import costmodels, machine
 from pase.errors import PaseError
 from pase.local.account import program_collectives
 from pase.local.forms import _forms, form_of, in_forms, price_of
-from pase.local.simulate import resharded, whole_of
+from pase.local.simulate import whole_of
 from pase.local.types import LocalReshardStep
 from pase.local.verify import verify_program
 from pase.machine import CompiledForm, mesh_from
 from pase.tables.axis_layout import AxisLayout
-from tests.local.layouts import SHAPE, cases, chain, held
+from tests.local.layouts import SHAPE, cases, chain, held, moved
 
 V5E = costmodels.get("analytic", machine.load("tpu_v5e"))
 BARE = costmodels.get("analytic", replace(machine.load("tpu_v5e"), forms=()))
@@ -77,14 +77,14 @@ def test_every_form_brings_the_same(case):
     for move in chain(src, dst, mesh):
         parts = held(x, move.before, mesh)
         try:
-            wanted = resharded(parts, [move], SHAPE, mesh)
+            wanted = moved(parts, [move], SHAPE, mesh)
         except PaseError:
             return
         move = replace(move, nbytes=x.nbytes)
         for form in _forms(move, mesh):
             assert (form[0].before, form[-1].after) == (move.before, move.after)
-            got = resharded(parts, form, SHAPE, mesh)
-            assert all((got[p] == wanted[p]).all() for p in wanted)
+            got = moved(parts, form, SHAPE, mesh)
+            assert (got == wanted).all()
             if len(form) > 1:  # the largest buffer is that of the whole step
                 assert max(m.nbytes for m in form) == move.nbytes
 
@@ -158,5 +158,5 @@ def test_parts_of_forms_are_whole(stored_over_two):
     move = gathered(1024, mesh)
     x = np.arange(16 * 8.0).reshape(16, 8)
     for form in _forms(move, mesh):
-        parts = resharded(held(x, move.before, mesh), form, (16, 8), mesh)
+        parts = moved(held(x, move.before, mesh), form, (16, 8), mesh)
         assert (whole_of(parts, (16, 8), move.after, mesh) == x).all()

@@ -20,7 +20,7 @@ SHAPE, LAYOUT = (12, 8), AxisLayout([(0, 4), (1, 2), (0, 2)])
 def test_each_device_gets_the_rows_around_its_part(borders):
     devices, rng = AllDevices(mesh=MESH), np.random.default_rng(0)
     whole = rng.normal(size=SHAPE)
-    x = devices.together({p: part_of(whole, LAYOUT, p, MESH) for p in places(MESH)})
+    x = devices.each(lambda at: part_of(whole, LAYOUT, at, MESH))
     wide = widened(x, borders, LAYOUT, 7.0, devices)
     around = np.pad(whole, 3, constant_values=7.0)
     for a, b, c in places(MESH):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pase.backends.jax.spmd.call import MANUAL_RULES, ManualCall, split_dims
 from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.frontends.jax.versions import evaluate as plain
-from pase.local.halo import widened
+from pase.local.halo import borders_of, widened
 
 if TYPE_CHECKING:
     from jax import Array
@@ -70,13 +70,7 @@ def _with_neighbours(
 
     edge: the value past the ends of the whole array; None for zeros.
     """
-    split, left, borders = split_dims(call, [x]), [tuple(pad) for pad in padding], {}
-    for k, dim in enumerate(dims):
-        window = call.op.op.reads[0].map.walks[dim].window if dim in split else None
-        if window is not None:
-            before, behind = window.border
-            borders[dim] = max(before, 0), max(behind, 0)
-            left[k] = (min(before, 0), min(behind, 0))
-    operand = call.operands[0]
+    operand, borders = call.operands[0], borders_of(call.op.op, sorted(split_dims(call, [x])), x.ndim)
     assert operand is not None  # a literal has no dims
-    return widened(x, borders, operand.layout, edge, JaxArrays(call.mesh)), left  # type: ignore[return-value]
+    left = [(0, 0) if dim in borders else pad for dim, pad in zip(dims, padding, strict=True)]
+    return widened(x, borders, operand.layout, edge, JaxArrays(call.mesh)), left

@@ -374,7 +374,7 @@ class ManualWalk(JaxprWalk[DeviceValue, Cache]):
             cache.arrived[number] = self._arriving(
                 str(number),
                 number,
-                lambda: self._sent(self._out_of_copy(value, t, cache), t),
+                lambda: self._sent(self._out_of_copy(value, number, cache), t),
                 value,
             )
         return cache.arrived[number]
@@ -393,13 +393,11 @@ class ManualWalk(JaxprWalk[DeviceValue, Cache]):
             )
         return cache.messages
 
-    def _out_of_copy(self, value: DeviceValue, t: LocalTransfer, cache: Cache) -> DeviceValue:
+    def _out_of_copy(self, value: DeviceValue, number: int, cache: Cache) -> DeviceValue:
         """The value from which a transfer starts: the value itself, or the copy of it that the transfer sends."""
-        if t.tensor not in self.program.originals:
+        if (before := self.program.before(number)) is None:
             return value
-        (copy,) = self.program.maker[t.tensor].operands
-        assert copy.transfer is not None
-        return replace(value, array=self._transferred(value, copy.transfer, cache), gradient_carrier=None)
+        return replace(value, array=self._transferred(value, before, cache), gradient_carrier=None)
 
     def _resharded(
         self, x: Array, steps: Sequence[LocalReshardStep], shape: tuple[int, ...], combine: Combine, what: str
@@ -445,13 +443,13 @@ class ManualWalk(JaxprWalk[DeviceValue, Cache]):
         def zeros(x: Array) -> Array:
             return jnp.zeros(here, x.dtype)
 
-        if handed.transfer is None:
+        if (number := handed.transfer) is None:
             return there_and_back(value.array, value.gradient_carrier, zeros, lambda g: g)
-        t = self.program.transfers[handed.transfer]
+        t = self.program.transfers[number]
         return self._arriving(
-            f"{handed.transfer} back",
-            handed.transfer,
-            lambda: self._sent(self._out_of_copy(value, t, cache), t, zeros),
+            f"{number} back",
+            number,
+            lambda: self._sent(self._out_of_copy(value, number, cache), t, zeros),
             value,
         )
 

@@ -127,7 +127,7 @@ def _summed(call: ManualCall, x: Array, result: LocalResult) -> Array:
     import jax
 
     over, combine = result.summed, call.op.combine
-    if not over and "partial" not in result.layout:
+    if not result.partial_over(call.mesh):
         return x
     if combine != "sum" and call.eqn.primitive.name not in (*EXTREMES, *_SCATTERED_EXTREMES):
         raise NotLowered("no collective reduces its partial results")
@@ -224,8 +224,7 @@ def _extreme(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     (r,) = call.op.results
     if not split_dims(call, ins) & set(axes):
         return plain(call.eqn, ins, call.info)
-    later = r.layout.partial_axes(call.mesh)
-    over, combine = r.summed or later, call.op.combine
+    over, later, combine = r.partial_over(call.mesh), not r.summed, call.op.combine
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         here = plain(call.eqn, [x], call.info)[0]
         return [here if later else summed(here, over, combine)]
@@ -341,7 +340,7 @@ def _scatter(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     p = call.eqn.params
     d = p["dimension_numbers"]
     (r,) = call.op.results
-    partial = list(r.layout.partial_axes(call.mesh) or r.summed)
+    partial = r.partial_over(call.mesh)
     if partial and call.op.combine == "sum":
         x = JaxArrays(call.mesh).on_first(x, partial)
     eqn, windows, at = call.eqn, scatter_windows(call.eqn), d.scatter_dims_to_operand_dims
@@ -363,8 +362,7 @@ def _scattered_extreme(call: ManualCall, eqn: Eqn, x: Array, ids: Array, updates
     import jax
 
     (r,) = call.op.results
-    later = r.layout.partial_axes(call.mesh)
-    over, combine, p = later or r.summed, call.op.combine, eqn.params
+    over, later, combine, p = r.partial_over(call.mesh), not r.summed, call.op.combine, eqn.params
 
     # The indices are an argument of its own, because a derivative rule must not refer to values of the trace around it.
     def extreme(x: Array, ids: Array, updates: Array) -> Array:
@@ -382,7 +380,7 @@ def _scattered_extreme(call: ManualCall, eqn: Eqn, x: Array, ids: Array, updates
         reached = (updates == at_updates(top)[0]).astype(g.dtype)
         share = g / jax.numpy.maximum(summed(added(ids, reached), over) + (x == top), 1)
         own = jax.numpy.where(x == top, share, 0)
-        return JaxArrays(call.mesh).on_first(own, list(over)), None, reached * at_updates(share)[0]
+        return JaxArrays(call.mesh).on_first(own, over), None, reached * at_updates(share)[0]
 
     def forward(x: Array, ids: Array, updates: Array) -> tuple[Array, tuple[Array, Array, Array, Array]]:
         top = extreme(x, ids, updates)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pase.backends.torch.spmd.collectives import there_and_back
 from pase.backends.torch.spmd.rules import RANK_RULES, RankCall
 from pase.backends.torch.spmd.values import NotOnParts
-from pase.local.halo import widened, widened_back
+from pase.local.halo import borders_of, widened, widened_back
 from pase.local.parts import held
 
 if TYPE_CHECKING:
@@ -117,17 +117,14 @@ def _with_neighbours(
 
     edge: the value past the ends; None for zeros.
     """
-    x, left, groups, layout = call.given[name], list(padding), call.groups, call.layouts[name][1]
-    slides, borders = next(o.op.reads[0].map for o in call.ops if o.op.kind in ("conv", "window")), {}
-    for k, dim in enumerate(range(x.dim() - len(padding), x.dim())):
-        window = slides.walks[dim - x.dim()].window if dim in call.split(name) else None
-        if window is not None:
-            borders[dim], left[k] = window.border, 0
-            axes = groups.wide(layout.axes_along(dim, groups.mesh))
-            if list(axes) != sorted(axes, key=groups.mesh.names.index):
-                raise NotOnParts(
-                    "a dim along which its window moves is split in another order than the mesh's"
-                )
+    x, groups, layout = call.given[name], call.groups, call.layouts[name][1]
+    op = next(o.op for o in call.ops if o.op.kind in ("conv", "window"))
+    borders = borders_of(op, sorted(call.split(name)), x.dim())
+    for dim in borders:
+        axes = groups.wide(layout.axes_along(dim, groups.mesh))
+        if list(axes) != sorted(axes, key=groups.mesh.names.index):
+            raise NotOnParts("a dim along which its window moves is split in another order than the mesh's")
+    left = [0 if x.dim() - len(padding) + k in borders else n for k, n in enumerate(padding)]
     made = there_and_back(
         x,
         None,

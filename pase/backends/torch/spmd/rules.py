@@ -82,10 +82,9 @@ class RankCall:
 
     def split(self, name: str = "self") -> set[int]:
         """The dims of an operand that are split."""
-        whole = self.layouts[name][0]
         shape, layout = self.layouts[name]
         here = layout.local_shape(shape, self.groups.mesh)
-        return {d for d, (n, m) in enumerate(zip(here, whole, strict=True)) if n != m}
+        return {d for d, (n, whole) in enumerate(zip(here, shape, strict=True)) if n != whole}
 
     def places(self, name: str, dim: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Translate indices into a whole dim of an operand: (indices into this rank's part, whether they are in it)."""
@@ -214,10 +213,10 @@ def _extreme(call: RankCall) -> Tree:
         return call.run()
     (result,) = call.ops[-1].results
     combine, groups = call.ops[-1].combine, call.groups
-    here, later = call.run(), result.layout.partial_axes(groups.mesh)
-    if later and not x.requires_grad:  # the edge to the reader combines the parts
+    here = call.run()
+    if not result.summed and not x.requires_grad:  # the edge to the reader combines the parts
         return here
-    over = later or result.summed  # every rank needs the extreme, to know which elements attain it
+    over = result.partial_over(groups.mesh)  # every rank needs the extreme, to know which elements attain it
     top = groups.all_reduce(here.detach(), over, combine)
     if not x.requires_grad:
         return top
@@ -329,7 +328,7 @@ def _scatter(call: RankCall) -> Tensor:
     if parted and not ("indices" in call.given or "source" in call.given):
         raise NotOnParts("it updates a split dim")
     (result,) = call.ops[-1].results
-    partial = list(result.layout.partial_axes(call.groups.mesh) or result.summed)
+    partial = result.partial_over(call.groups.mesh)
     if partial and not call.groups.first(partial):
         # Backward passes here on every rank, because it sends. A product with zero would not be zero of infinity.
         x = x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)

@@ -10,12 +10,11 @@ from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.hlo.collectives import collectives
 from pase.local.exchange import nests
 from pase.local.reshard import resharded
-from pase.local.simulate import part_of, places
-from pase.local.simulate import resharded as moved_all
+from pase.local.simulate import AllDevices, part_of, places
 from pase.local.types import LocalReshardStep
 from pase.machine import Mesh
 from pase.tables.axis_layout import AxisLayout
-from tests.local.layouts import MESHES, SHAPE, chain, held
+from tests.local.layouts import MESHES, SHAPE, chain, held, moved
 
 
 @functools.cache
@@ -50,10 +49,10 @@ def test_jax_moves_as_numpy_does(seed, dtype):
 
     src, dst = layout(1), layout(0)
     x = rng.integers(-9, 9, SHAPE).clip(0 if dtype is bool else -9).astype(dtype)
-    parts = {p: part.astype(dtype) for p, part in held(x, src, mesh).items()}
-    want = moved_all(parts, chain(src, dst, mesh), SHAPE, mesh)
-    got = in_jax(src, dst, mesh)(np.stack([parts[p] for p in places(mesh)]))
-    np.testing.assert_array_equal(np.asarray(got), np.stack([want[p] for p in places(mesh)]))
+    parts = held(x, src, mesh).astype(dtype)
+    want = moved(parts, chain(src, dst, mesh), SHAPE, mesh)
+    got = np.asarray(in_jax(src, dst, mesh)(parts.reshape(-1, *parts.shape[len(mesh.sizes) :])))
+    np.testing.assert_array_equal(got.reshape(want.shape), want)
 
 
 UNNESTED = [
@@ -77,9 +76,9 @@ def test_parts_that_do_not_nest_are_sent_once_and_no_more_than_the_plan_says(siz
     )
     assert not nests(move, shape, mesh)
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    parts = {p: part_of(x, before, p, mesh) for p in places(mesh)}
+    parts = AllDevices(mesh=mesh).each(lambda at: part_of(x, before, at, mesh))
     want = {p: part_of(x, after, p, mesh) for p in places(mesh)}
-    in_numpy = moved_all(parts, [move], shape, mesh)
+    in_numpy = moved(parts, [move], shape, mesh)
     devices = jax.sharding.Mesh(np.array(jax.devices()[: mesh.devices]).reshape(mesh.sizes), mesh.names)
     spec = jax.sharding.PartitionSpec(mesh.names)
     run = jax.jit(
@@ -91,7 +90,7 @@ def test_parts_that_do_not_nest_are_sent_once_and_no_more_than_the_plan_says(siz
             check_vma=False,
         )
     )
-    stacked = np.stack([parts[p] for p in places(mesh)])
+    stacked = parts.reshape(-1, *parts.shape[len(sizes) :])
     in_jax = np.asarray(run(stacked))
     for k, p in enumerate(places(mesh)):
         np.testing.assert_array_equal(in_numpy[p], want[p])
