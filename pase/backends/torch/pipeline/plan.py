@@ -21,7 +21,6 @@ from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
 from pase.backends.torch.spmd.values import steps_from
 from pase.backends.torch.stepper import TorchStep
 from pase.errors import PaseError
-from pase.frontends.common.values import Value
 from pase.frontends.torch.blocks import micro
 from pase.frontends.torch.frontend import TracedTorch
 from pase.local.lower import between
@@ -71,8 +70,7 @@ class TorchPipeline:
         """The tensor that the loss is a view of."""
         outputs, (loss,) = self.splits[0].program.outputs, self.traced.program.losses
         found = next(v for n, v in self.traced.scope.values.items() if n.name == loss)
-        chain = steps_from(found) if isinstance(found, Value) else ()
-        return next(v.tensor.name for v, _ in chain if v.tensor is not None and v.tensor.name in outputs)
+        return next(t for t, _ in steps_from(found) if t in outputs)
 
     def split(self, stage: int) -> TorchPlan:
         """The plan that a stage runs by."""

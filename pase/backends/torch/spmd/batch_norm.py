@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.pairs import OpPair
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import whole
+from pase.backends.torch.spmd.values import OpContext
 
 if TYPE_CHECKING:
     import torch
@@ -46,13 +47,13 @@ class RunningUpdate:
     ) -> list[tuple[RunningUpdate, list[OpPair]]]:
         """Each update among these ops, with its ops."""
         found = []
-        products = {_made(p): (p, n) for p in rest if (n := _scaled_by(p)) is not None}
+        products = {p.makes: (p, n) for p in rest if (n := _scaled_by(p)) is not None}
         for p in rest:
-            read = [products.get(t) for t in _read(p)]
+            read = [products.get(t) for t in p.reads]
             if p.op.function.name != "add" or len(read) != 2 or None in read:
                 continue
             (fading, kept), (own, new) = (x for x in read if x is not None)
-            batch, *_ = _read(own)
+            batch, *_ = own.reads
             if batch in statistics and all(o.transfer is None for q in (own, p) for o in q.local.operands):
                 made = cls(fading=fading, added=p, batch=batch, kept=kept, new=new)
                 found.append((made, [fading, own, p]))
@@ -91,13 +92,13 @@ class NormOps:
         own, rest = work[: len(_NORM)], list(work[len(_NORM) :])
         if tuple(p.op.function.name for p in own) != _NORM:
             return None
-        total, mean, centred, squares, summed, variance, shifted, inverse, normal = map(_made, own)
-        x = own[0].op.reads[0].tensor
+        total, mean, centred, squares, summed, variance, shifted, inverse, normal = (p.makes for p in own)
+        x = own[0].reads[0]
         reads = [(x,), (total,), (x, mean), (centred,), (squares,), (summed,), (variance,), (shifted,)]
-        if [_read(p) for p in own] != [*reads, (centred, inverse)]:
+        if [p.reads for p in own] != [*reads, (centred, inverse)]:
             return None
-        scale = next((p for p in rest if p.op.function.name == "mul" and normal in _read(p)), None)
-        shift = None if scale is None else next((p for p in rest if _made(scale) in _read(p)), None)
+        scale = next((p for p in rest if p.op.function.name == "mul" and normal in p.reads), None)
+        shift = None if scale is None else next((p for p in rest if scale.makes in p.reads), None)
         affine = [p for p in (scale, shift) if p is not None]
         axes = own[0].local.results[0].summed
         back = {p.local.operands[1].summed for p in (own[2], own[8])}
@@ -111,8 +112,8 @@ class NormOps:
             or (first.transfer, first.layout, first.summed) != (again.transfer, again.layout, ())
             or any(o.transfer is not None or o.constant for o in inner)
             or any("partial" in r.layout for p in (*own, *affine) for r in p.local.results)
-            or any(p.op.function.name != "add" or len(_read(p)) != 2 for p in affine[1:])
-            or any(len(_read(p)) != 2 or p.local.operands[1].constant for p in affine)
+            or any(p.op.function.name != "add" or len(p.reads) != 2 for p in affine[1:])
+            or any(len(p.reads) != 2 or p.local.operands[1].constant for p in affine)
         ):
             return None
         updates = RunningUpdate.every([p for p in rest if p not in affine], (mean, variance))
@@ -136,37 +137,15 @@ class NormOps:
     def inside(self) -> set[str]:
         """The tensors that nothing else may read, because they are not made, or have no gradient."""
         affine = [] if self.scale is None else [self.scale]
-        between = {t for u in self.updates for t in _read(u.added)}
-        return between | {_made(p) for p in (*self.own, *affine)} - {_made(self.last)}
-
-
-def _made(pair: OpPair) -> str:
-    return pair.op.writes[0].tensor
-
-
-def _read(pair: OpPair) -> tuple[str, ...]:
-    return tuple(a.tensor for a in pair.op.reads)
+        between = {t for u in self.updates for t in u.added.reads}
+        return between | {p.makes for p in (*self.own, *affine)} - {self.last.makes}
 
 
 def _scaled_by(pair: OpPair) -> float | None:
     """The number that an op multiplies a tensor by; None if it is another op."""
     numbers = [n for n in pair.op.numbers or () if isinstance(n, (int, float))]
-    one = pair.op.function.name == "mul" and len(_read(pair)) == len(numbers) == 1
+    one = pair.op.function.name == "mul" and len(pair.reads) == len(numbers) == 1
     return float(numbers[0]) if one else None
-
-
-class NormResiduals(Protocol):
-    """The autograd context of a call, with the residuals for its backward."""
-
-    norm: SplitNorm
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
-
-    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 @cache
@@ -177,29 +156,31 @@ def _function() -> type[TorchFunction]:
     class Norm(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: NormResiduals, norm: SplitNorm, x: Tensor, weight: Tensor, bias: Tensor | None
+            ctx: OpContext[SplitNorm], norm: SplitNorm, x: Tensor, weight: Tensor, bias: Tensor | None
         ) -> tuple[Tensor, Tensor, Tensor]:
             mean, variance = norm.statistics(x)
             wide = weight.to(mean.dtype), None if bias is None else bias.to(mean.dtype)
             made: Tensor = torch.native_batch_norm(x, *wide, mean, variance, False, 0.0, norm.eps)[0]
-            ctx.norm = norm
+            ctx.besides = norm
             ctx.save_for_backward(x, weight, mean, variance)
             ctx.mark_non_differentiable(mean, variance)
             ctx.set_materialize_grads(False)  # the statistics would get gradients of zeros
             return made, mean, variance
 
         @staticmethod
-        def backward(ctx: NormResiduals, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        def backward(
+            ctx: OpContext[SplitNorm], gradient: Tensor | None, *_: None
+        ) -> tuple[Tensor | None, ...]:
             if gradient is None:
                 return None, None, None, None
             x, given, mean, variance = ctx.saved_tensors
             weight = given.to(mean.dtype)
             _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-                gradient, x, weight, mean, variance, None, None, False, ctx.norm.eps, [False, True, True]
+                gradient, x, weight, mean, variance, None, None, False, ctx.besides.eps, [False, True, True]
             )
             own = None
             if ctx.needs_input_grad[1]:
-                own = ctx.norm.of_input(gradient, of_weight, of_bias, (x, weight, mean, variance))
+                own = ctx.besides.of_input(gradient, of_weight, of_bias, (x, weight, mean, variance))
             of_weight, of_bias = (g.to(given.dtype) for g in (of_weight, of_bias))
             return None, own, of_weight, of_bias if ctx.needs_input_grad[3] else None
 

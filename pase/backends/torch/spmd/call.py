@@ -6,6 +6,7 @@ is resharded or summed between its ops. Otherwise its ops run one by one (``nest
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ class NodeOps:
         before, work, after = partitioned(pairs)
         for pair in before:
             self.nest(pair)
-        if any(pair.op.writes[0].tensor in self.walk.scaled for pair in work):
+        if any(pair.makes in self.walk.scaled for pair in work):
             self._one_by_one(work)
         elif all(pair.op.kind == "view" and pair.op.name == "broadcast" for pair in work):
             for pair in work:
@@ -92,11 +93,11 @@ class NodeOps:
         elif work and work[0].op.kind in ("conv", "matmul") and self._arguments.get("bias") is not None:
             # The bias is added separately. The product has the shape of the sum, and the same views lead to the result.
             views = [a[1] for a in self._anchors(work) if a is not None]
-            product = work[0].op.writes[0].tensor
+            product = work[0].makes
             self._at_once(work[:1], before, [(product, views[0] if views else ())], {"bias": None})
             for pair in work[1:]:
                 self.nest(pair)
-        elif len(work) > 1 and not any(r.tensor in made_by(work) for pair in work for r in pair.op.reads):
+        elif len(work) > 1 and not any(t in made_by(work) for pair in work for t in pair.reads):
             anchors = self._anchors(work)  # several independent ops, such as the parts of a split
             for pair in work:
                 self._at_once(
@@ -105,7 +106,7 @@ class NodeOps:
         elif total := self._total(work):
             above = _needed(work, total)
             self._at_once(above, before, [(total, ())], {"reduction": _SUM})
-            counts = [p for a in work[-1].op.reads if a.tensor != total for p in _needed(work, a.tensor)]
+            counts = [p for t in work[-1].reads if t != total for p in _needed(work, t)]
             self._one_by_one([*counts, work[-1]])
         else:
             self._apart(work)
@@ -143,22 +144,20 @@ class NodeOps:
         run = SplitLabel(groups=self.walk.groups, axes=pick.axes, negated=self._negated(pick))
         with self.body.keeping.of(any(not pair.local.op.remat for pair in own)):
             made = run(scores.array, here, mine)
-        (r,) = own[-1].local.results
-        shape = r.layout.local_shape(r.shape, self.walk.program.mesh)
-        self._keep(r, self._checked(made.reshape(shape), r, False), None)
+        self._keep_seen(own[-1], made)
         return True
 
     def _negated(self, pick: PickOps) -> bool:
         """Whether the look-up makes its result with the other sign, because nothing else reads it."""
         if pick.negation is None:
             return False
-        made = pick.own[-1].op.writes[0].tensor
+        made = pick.own[-1].makes
         every = (o for op in self.walk.program.ops for o in op.operands)
         return sum(self.walk.program.original(o.tensor) == made for o in every) == 1
 
     def _after_pick(self, pick: PickOps) -> None:
         """Run the other ops of a look-up's node. What the look-up has done already passes its operand on."""
-        program, ids = self.walk.program, pick.own[-1].op.reads[1].tensor
+        program, ids = self.walk.program, pick.own[-1].reads[1]
         done: dict[int, int] = {}
         if pick.negation is not None and self._negated(pick):
             done[id(pick.negation.op)] = 0
@@ -202,16 +201,14 @@ class NodeOps:
         with self.body.keeping.of(any(not pair.local.op.remat for pair in own)):
             made, mean, variance = run(x.array, weight, bias)
         inverse = (variance + run.eps).rsqrt()
-        statistics = {own[1].op.writes[0].tensor: mean, own[5].op.writes[0].tensor: variance}
+        statistics = {own[1].makes: mean, own[5].makes: variance}
         updated = []
         for u in norm.updates:
             present = self.walk.read(u.fading.local.operands[0], self.body).array.reshape(-1)
             updated.append((u.added, u(present, statistics[u.batch])))
         done = ((own[1], mean), (own[5], variance), (own[7], inverse), *updated, (norm.last, made))
         for pair, value in done:
-            (r,) = pair.local.results
-            shape = r.layout.local_shape(r.shape, self.walk.program.mesh)
-            self._keep(r, self._checked(value.reshape(shape), r, False), None)
+            self._keep_seen(pair, value)
         return True
 
     def _total(self, work: Sequence[OpPair]) -> str | None:
@@ -222,7 +219,7 @@ class NodeOps:
         *_, last = work
         if last.op.function.name != "div" or self._of_probabilities:
             return None
-        total = last.op.reads[0].tensor
+        total = last.reads[0]
         return total if total in made_by(work) and self._closed(_needed(work, total)) else None
 
     @property
@@ -257,14 +254,14 @@ class NodeOps:
         first: list[OpPair] = []
         rest: list[OpPair] = []
         for pair in left:
-            told = behind & {a.tensor for a in pair.op.reads}
+            told = behind & {*pair.reads}
             (rest if told else first).append(pair)
             behind |= made_by([pair]) if told else set()
         before, work, _ = partitioned(first)
         if work and "reduction" in self._arguments and self._closed(work):
             for pair in before:
                 self.nest(pair)
-            total = work[-1].op.writes[0].tensor
+            total = work[-1].makes
             self._at_once(work, before, [(total, ())], {"reduction": _SUM})
         else:
             self._apart(first)
@@ -278,9 +275,7 @@ class NodeOps:
         made = made_by(work)
         out: list[Anchor | None] = []
         for v in found if isinstance(found, list) else [found]:
-            chain = () if v is None else steps_from(v)
-            named = ((m.tensor.name, steps) for m, steps in chain if m.tensor is not None)
-            out.append(next((a for a in named if a[0] in made), None))
+            out.append(next((anchor for anchor in steps_from(v) if anchor[0] in made), None))
         return out
 
     def _closed(self, work: Sequence[OpPair]) -> bool:
@@ -308,7 +303,7 @@ class NodeOps:
                     return False
         read = {program.original(o.tensor) for pair in work for o in pair.local.operands}
         partial = any(
-            (r.summed or "partial" in r.layout) and (r.tensor in read or pair.local.combine != "sum")
+            r.partial_over(program.mesh) and (r.tensor in read or pair.local.combine != "sum")
             for pair in work
             for r in pair.local.results
         )
@@ -405,8 +400,7 @@ class NodeOps:
     def _reduced(self, local: LocalOp, r: LocalResult, x: Tensor, joined: bool) -> Tensor:
         """All-reduce a partial result that the same node reads. joined: whether a rule has already combined the parts
         of several ranks in another way than by a sum."""
-        partial = r.summed or "partial" in r.layout
-        if partial and local.combine != "sum" and not joined:
+        if r.partial_over(self.walk.program.mesh) and local.combine != "sum" and not joined:
             raise NotOnParts("no rule combines its partial results")
         if not r.summed or local.combine != "sum":
             return x  # the edge to the reader sums it
@@ -421,6 +415,11 @@ class NodeOps:
             gradient_carrier=gradient_carrier,
             gradient=r.gradient,
         )
+
+    def _keep_seen(self, pair: OpPair, value: Tensor) -> None:
+        """Keep the result of an op, whose elements are there in another shape."""
+        (r,) = pair.local.results
+        self._keep(r, value.reshape(r.layout.local_shape(r.shape, self.walk.program.mesh)), None)
 
     # Running the ops of a node one by one.
 
@@ -474,8 +473,8 @@ class NodeOps:
         constants, mesh = self.body.constants, self.walk.program.mesh
         for m in self.node.all_input_nodes:
             value = None if self.walk.index.decided(m) else self.walk.index.values.get(m)
-            for made, steps in steps_from(value) if isinstance(value, Value) else ():
-                if made.tensor is not None and made.tensor.name == tensor:
+            for made, steps in steps_from(value):
+                if made == tensor:
                     return apply_views(constants.of(m), AxisLayout.whole(mesh), inverse(steps), mesh)
         return None
 
@@ -505,7 +504,7 @@ class NodeOps:
             gradient_carrier = computed(
                 [v.array if v.gradient_carrier is None else v.gradient_carrier for v in ins], r.gradient
             )
-        if local.combine != "sum" and (r.summed or "partial" in r.layout):
+        if local.combine != "sum" and r.partial_over(self.walk.program.mesh):
             if x.requires_grad:
                 raise NotOnParts(
                     f"'{op.name}' in it has a gradient and is combined over several ranks, not as a sum"
@@ -521,7 +520,7 @@ class NodeOps:
         every = [m for m in self.node.all_input_nodes if not self.walk.index.decided(m)]
         whole = self.folded[o.tensor] if o.tensor in self.folded else self._of_inputs(o.tensor)
         if whole is None:
-            alike = [x for m in every if (x := constants.of(m)).numel() == _elements(o.shape)]
+            alike = [x for m in every if (x := constants.of(m)).numel() == math.prod(o.shape)]
             if len(alike) != 1:
                 raise NotOnParts("a constant that it reads is not among its operands")
             whole = alike[0].reshape(o.shape)
@@ -549,9 +548,9 @@ class _Reads:
         program, own = ops.walk.program, made_by(work)
         roots: dict[str, Anchor] = {}
         for pair in before:
-            read = pair.op.reads[0].tensor
+            read = pair.reads[0]
             root, steps = roots.get(read, (read, ()))
-            roots[pair.op.writes[0].tensor] = root, (*steps, *pair.as_steps)
+            roots[pair.makes] = root, (*steps, *pair.as_steps)
         values: dict[str, RankValue] = {}
         constants = []
         for pair in work:
@@ -604,8 +603,7 @@ class _Reads:
         mesh, value = walk.program.mesh, walk.index.values.get(m)
         if not isinstance(value, Value):
             raise NotOnParts(f"one of its operands is a {type(value).__name__}, not a tensor")
-        for made, steps in steps_from(value):
-            name = made.tensor.name if made.tensor is not None else ""
+        for name, steps in steps_from(value):
             for read, root in ((name, (name, ())), *self.roots.items()):
                 if root[0] == name and read in self.values:
                     return self._viewed(self.values[read], (*inverse(root[1]), *steps), gradient)
@@ -627,14 +625,10 @@ class _Reads:
         walk = self.of_node.walk
         x = self.of_node.body.constants.of(m)
         nowhere = AxisLayout.whole(walk.program.mesh)
-        same = [o for o in self.constants if _elements(o.shape) == _elements(value.shape)]
-        own = _names(value)
-        others = {
-            t
-            for n in self.of_node.node.all_input_nodes
-            if n is not m
-            for t in _names(walk.index.values.get(n))
-        }
+        same = [o for o in self.constants if math.prod(o.shape) == math.prod(value.shape)]
+        own = {t for t, _ in steps_from(value)}
+        beside = (n for n in self.of_node.node.all_input_nodes if n is not m)
+        others = {t for n in beside for t, _ in steps_from(walk.index.values.get(n))}
         known = (o for o in same if o.tensor in own)
         operand = next(known, next((o for o in same if o.tensor not in others), None))
         read = None
@@ -653,7 +647,7 @@ def _needed(work: Sequence[OpPair], tensor: str) -> list[OpPair]:
     for pair in reversed(work):
         if made_by([pair]) & wanted:
             found.append(pair)
-            wanted |= {a.tensor for a in pair.op.reads}
+            wanted |= {*pair.reads}
     return found[::-1]
 
 
@@ -661,20 +655,6 @@ def _shape_through(shape: tuple[int, ...], steps: Steps) -> tuple[int, ...]:
     for step in steps:
         shape = step.new if isinstance(step, ReshapeStep) else tuple(shape[i] for i in step.order)
     return shape
-
-
-def _names(value: Value | list[Value | None] | None) -> set[str]:
-    """The tensors that a value is, or is a view of."""
-    if not isinstance(value, Value):
-        return set()
-    return {made.tensor.name for made, _ in steps_from(value) if made.tensor is not None}
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    n = 1
-    for s in shape:
-        n *= s
-    return n
 
 
 def _is_node(v: object) -> bool:

@@ -71,12 +71,7 @@ class NodeIndex:
         """Whether the node depends on data."""
         found = self.values.get(n)
         every = found if isinstance(found, list) else [found]
-        return any(
-            made.tensor is not None and made.tensor.name in self.data
-            for v in every
-            if v is not None
-            for made, _ in steps_from(v)
-        )
+        return any(tensor in self.data for v in every for tensor, _ in steps_from(v))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -504,12 +504,8 @@ class RankWalk:
     def unchanged(self, number: int) -> bool:
         """Whether a transfer passes its tensor, and the gradient, on as they are."""
         t = self.program.transfers[number]
-        if t.forward or t.backward:
-            return False
-        if t.tensor not in self.program.originals:
-            return True
-        (copy,) = self.program.maker[t.tensor].operands
-        return copy.transfer is None or self.unchanged(copy.transfer)
+        before = self.program.before(number)
+        return not (t.forward or t.backward) and (before is None or self.unchanged(before))
 
     def _transferred(self, value: RankValue, number: int, body: Body) -> Tensor:
         """The value after a transfer, which runs once per body. A transfer of a copy starts from the result of the
@@ -519,10 +515,8 @@ class RankWalk:
 
     def _made(self, value: RankValue, number: int, body: Body) -> Tensor:
         t = self.program.transfers[number]
-        if t.tensor in self.program.originals:
-            (copy,) = self.program.maker[t.tensor].operands
-            assert copy.transfer is not None
-            value = replace(value, array=self._transferred(value, copy.transfer, body), gradient_carrier=None)
+        if (before := self.program.before(number)) is not None:
+            value = replace(value, array=self._transferred(value, before, body), gradient_carrier=None)
         later = None
         if t.src in self._sent_later:
             later = SentLater(number=number, taker=self.sending, alone=number in self._only_ways)
@@ -551,28 +545,26 @@ class RankWalk:
 
     def output(self, value: Value, body: Body) -> Tensor:
         """A returned value of the model, in the plan's layout."""
-        for made, steps in steps_from(value):
-            op = self.program.outputs.get(made.tensor.name) if made.tensor is not None else None
-            if op is not None:
-                got = self.read(op.operands[0], body)
-                return apply_views(got.array, got.layout, steps, self.program.mesh)
-        raise PaseError(
-            "the model returns a value for which its plan has no layout", where=f"model '{self.program.name}'"
+        wanted = {t: op.operands[0] for t, op in self.program.outputs.items()}
+        return self._returned(
+            value, wanted, "the model returns a value for which its plan has no layout", body
         )
 
     def next_value(self, leaf: str, value: Value, body: Body) -> Tensor:
         """The next value of a buffer that the step writes, in the buffer's layout."""
         takers = self.program.takers.get(self.program.maker[leaf].op.eqn, ())
         wanted = {self.program.original(op.operands[0].tensor): op.operands[0] for op in takers}
-        for made, steps in steps_from(value):
-            if made.tensor is not None and made.tensor.name in wanted:
-                got = self.read(wanted[made.tensor.name], body)
-                x = apply_views(got.array, got.layout, steps, self.program.mesh)
-                return x.detach() if x.requires_grad else x
-        raise PaseError(
-            "the plan has no layout for the next value of one of its buffers",
-            where=f"model '{self.program.name}'",
-        )
+        missing = "the plan has no layout for the next value of one of its buffers"
+        x = self._returned(value, wanted, missing, body)
+        return x.detach() if x.requires_grad else x
+
+    def _returned(self, value: Value, wanted: Mapping[str, LocalOperand], missing: str, body: Body) -> Tensor:
+        """A value in the layout in which it is wanted, by tensor. missing: the error if none of them is wanted."""
+        for tensor, steps in steps_from(value):
+            if tensor in wanted:
+                got = self.read(wanted[tensor], body)
+                return apply_views(got.array, got.layout, steps, self.program.mesh)
+        raise PaseError(missing, where=f"model '{self.program.name}'")
 
 
 def _named(t: LocalTransfer) -> str:

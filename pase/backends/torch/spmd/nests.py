@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pase.backends.torch.spmd.pairs import order_of
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.values import NotOnParts
 from pase.frontends.torch.passed import passed_op
@@ -19,7 +20,6 @@ from pase.local.reshard import places_of
 from pase.local.types import Extents, LocalOp
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from pase.ir.maps import Walk
@@ -58,12 +58,6 @@ def run_nest(
         case "view" if op.name == "concatenate":
             return _joined(op, ins)
     raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    return getattr(torch, name)
 
 
 def _elementwise(op: Op, ins: Sequence[Tensor]) -> Tensor:
@@ -144,13 +138,7 @@ def _product(op: Op, ins: Sequence[Tensor], shape: Extents) -> Tensor:
 def _view(op: Op, x: Tensor, shape: Extents) -> Tensor:
     read, written = op.reads[0].map.walks, op.writes[0].map.walks
     if op.name == "transpose":
-        left = list(range(len(read)))
-        order = []
-        for w in written:
-            at = next(i for i in left if read[i] == w)
-            left.remove(at)
-            order.append(at)
-        return x.permute(order)
+        return x.permute(order_of(op))
     if op.name == "broadcast":
         place = {w.dims: i for i, w in enumerate(read) if w.dims}
         seen = [x.shape[place[w.dims]] if w.dims in place else 1 for w in written]

@@ -9,7 +9,7 @@ from pase.backends.torch.spmd.values import ReorderStep, ReshapeStep, Steps
 from pase.ir import Op
 from pase.local.types import LocalOp
 
-__all__ = ["Anchor", "OpPair", "made_by", "partitioned"]
+__all__ = ["Anchor", "OpPair", "made_by", "order_of", "partitioned"]
 
 
 class OpPair(NamedTuple):
@@ -19,6 +19,16 @@ class OpPair(NamedTuple):
     local: LocalOp
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """The tensors that it reads."""
+        return tuple(a.tensor for a in self.op.reads)
+
+    @property
+    def makes(self) -> str:
+        """The first tensor that it makes."""
+        return self.op.writes[0].tensor
+
+    @property
     def is_view(self) -> bool:
         """Whether the result has the same elements in another shape or order."""
         return self.op.kind == "view" and self.op.name in ("reshape", "transpose")
@@ -26,14 +36,17 @@ class OpPair(NamedTuple):
     @property
     def as_steps(self) -> Steps:
         """The steps of a view."""
-        read, written = self.op.reads[0].map.walks, self.op.writes[0].map.walks
         if self.op.name == "reshape":
             return (ReshapeStep(self.local.operands[0].shape, self.local.results[0].shape),)
-        left, order = list(range(len(read))), []
-        for w in written:
-            order.append(next(i for i in left if read[i] == w))
-            left.remove(order[-1])
-        return (ReorderStep(tuple(order)),)
+        return (ReorderStep(order_of(self.op)),)
+
+
+def order_of(op: Op) -> tuple[int, ...]:
+    """The order in which a transpose has the dims of its operand."""
+    read, order = op.reads[0].map.walks, list[int]()
+    for w in op.writes[0].map.walks:
+        order.append(next(i for i, v in enumerate(read) if v == w and i not in order))
+    return tuple(order)
 
 
 Anchor = tuple[str, Steps]
@@ -45,12 +58,12 @@ def partitioned(pairs: Sequence[OpPair]) -> tuple[list[OpPair], list[OpPair], li
     own = made_by(pairs)
     before: list[OpPair] = []
     for pair in pairs:
-        if pair.is_view and not {r.tensor for r in pair.op.reads} & own - made_by(before):
+        if pair.is_view and not {*pair.reads} & own - made_by(before):
             before.append(pair)
     rest = [pair for pair in pairs if pair not in before]
     after: list[OpPair] = []
     for pair in reversed(rest):
-        readers = {r.tensor for p in rest if p is not pair and p not in after for r in p.op.reads}
+        readers = {r for p in rest if p is not pair and p not in after for r in p.reads}
         if pair.is_view and not made_by([pair]) & readers:
             after.insert(0, pair)
     return before, [p for p in rest if p not in after], after

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.pairs import OpPair
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import whole
+from pase.backends.torch.spmd.values import OpContext
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,10 +49,10 @@ class PickOps:
             return None
         until = work.index(own[-1])
         labels, rest = [p for p in work[:until] if p.is_view], list(work[until + 1 :])
-        scores, ids = own[0].op.reads[0].tensor, own[-1].op.reads[1].tensor
-        top, fixed, off, powers, total, log, logp = (p.op.writes[0].tensor for p in own[:-1])
+        scores, ids = own[0].reads[0], own[-1].reads[1]
+        top, fixed, off, powers, total, log, logp = (p.makes for p in own[:-1])
         reads = [(scores,), (top,), (scores, fixed), (off,), (powers,), (total,), (off, log), (logp, ids)]
-        if [tuple(a.tensor for a in p.op.reads) for p in own] != reads:
+        if [p.reads for p in own] != reads:
             return None
         first, again = own[0].local.operands[0], own[2].local.operands[0]
         axes, back = own[0].local.results[0].summed, own[6].local.operands[1].summed
@@ -81,21 +82,21 @@ class PickOps:
         """The op that gives the result the other sign. None if it is not the next op."""
         first = self.rest[0] if self.rest else None
         negates = first is not None and first.op.function.name == "neg"
-        return first if first is not None and negates and _reads(first) == _makes(self.own[-1]) else None
+        return first if first is not None and negates and first.reads == (self.own[-1].makes,) else None
 
     def hiding(self, classes: int) -> tuple[OpPair, str] | None:
         """The op that puts zero where a label is a number that is no class, so that the result is zero there already,
         and the labels' tensor. None if there is no such op."""
         tests = {
-            _makes(p)[0]: (_reads(p)[0], numbers[1])
+            p.makes: (p.reads[0], numbers[1])
             for p in self.rest
             if p.op.function.name == "ne" and len(numbers := p.op.numbers or ()) == 2 and numbers[0] is None
         }
-        of = _makes(self.own[-1] if self.negation is None else self.negation)
+        of = (self.own[-1] if self.negation is None else self.negation).makes
         for p in self.rest:
-            if p.op.function.name != "where" or p.op.numbers != (None, None, 0.0) or _reads(p)[1:] != of:
+            if p.op.function.name != "where" or p.op.numbers != (None, None, 0.0) or p.reads[1:] != (of,):
                 continue
-            labels, number = tests.get(_reads(p)[0], ("", None))
+            labels, number = tests.get(p.reads[0], ("", None))
             if isinstance(number, int) and not 0 <= number < classes:
                 return p, labels
         return None
@@ -103,51 +104,7 @@ class PickOps:
     @property
     def inside(self) -> set[str]:
         """The tensors that nothing else may read, because they are not made."""
-        return {p.op.writes[0].tensor for p in self.own[:-1]}
-
-
-def _reads(pair: OpPair) -> list[str]:
-    return [a.tensor for a in pair.op.reads]
-
-
-def _makes(pair: OpPair) -> list[str]:
-    return [a.tensor for a in pair.op.writes]
-
-
-class _RowsContext(Protocol):
-    """The autograd context of a look-up of rows. others, unlearnt: as in ``rows``. count: the rows of the part."""
-
-    count: int
-    saved_tensors: tuple[Tensor, Tensor]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
-class _AttainedContext(Protocol):
-    """The autograd context of ``attained``."""
-
-    saved_tensors: tuple[Tensor, Tensor]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
-class _ElementsContext(Protocol):
-    """The autograd context of ``elements``."""
-
-    dim: int
-    shape: Sequence[int]
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
-class _LabelContext(Protocol):
-    """The autograd context of ``SplitLabel``."""
-
-    label: SplitLabel
-    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
+        return {p.makes for p in self.own[:-1]}
 
 
 @cache
@@ -159,34 +116,38 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
     class Rows(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: _RowsContext, table: Tensor, here: Tensor, others: Tensor, unlearnt: Tensor
+            ctx: OpContext[int], table: Tensor, here: Tensor, others: Tensor, unlearnt: Tensor
         ) -> Tensor:
-            ctx.count = table.shape[0]
+            ctx.besides = table.shape[0]
             ctx.save_for_backward(here, unlearnt)
             return torch.nn.functional.embedding(here, table).masked_fill_(others, 0)
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: _RowsContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(ctx: OpContext[int], gradient: Tensor) -> tuple[Tensor | None, ...]:
             here, unlearnt = ctx.saved_tensors
             learnt = gradient.masked_fill(unlearnt, 0)
-            made = torch.ops.aten.embedding_dense_backward(learnt, here, ctx.count, -1, False)
+            made = torch.ops.aten.embedding_dense_backward(learnt, here, ctx.besides, -1, False)
             return made, None, None, None
 
     class Elements(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: _ElementsContext, x: Tensor, dim: int, here: Tensor, *others: Tensor) -> Tensor:
-            ctx.dim, ctx.shape = dim, x.shape
+        def forward(
+            ctx: OpContext[tuple[int, Sequence[int]]], x: Tensor, dim: int, here: Tensor, *others: Tensor
+        ) -> Tensor:
+            ctx.besides = dim, x.shape
             ctx.save_for_backward(here, *others)
             made = x.gather(dim, here)
             return made.masked_fill_(others[0], 0) if others else made
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: _ElementsContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
-            here, *others = ctx.saved_tensors
+        def backward(
+            ctx: OpContext[tuple[int, Sequence[int]]], gradient: Tensor
+        ) -> tuple[Tensor | None, ...]:
+            (here, *others), (dim, shape) = ctx.saved_tensors, ctx.besides
             own = gradient.masked_fill(others[0], 0) if others else gradient
-            made = own.new_zeros(ctx.shape).scatter_add_(ctx.dim, here, own)
+            made = own.new_zeros(shape).scatter_add_(dim, here, own)
             return made, None, None, *(None for _ in others)
 
     return Rows, Elements
@@ -201,14 +162,14 @@ def _label_function() -> type[TorchFunction]:
     class Label(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: _LabelContext, label: SplitLabel, scores: Tensor, here: Tensor, others: Tensor
+            ctx: OpContext[SplitLabel], label: SplitLabel, scores: Tensor, here: Tensor, others: Tensor
         ) -> Tensor:
             top = label.groups.all_reduce(scores.amax(-1, keepdim=True), label.axes, "max")
             off = scores - top
             picked = off.gather(-1, here)
             powers = off.exp_()
             total = label.groups.all_reduce(powers.sum(-1, keepdim=True), label.axes)
-            ctx.label = label
+            ctx.besides = label
             ctx.save_for_backward(powers, total, here, others)
             log = total.log()
             made = log.sub_(picked) if label.negated else picked.sub_(log)
@@ -216,11 +177,11 @@ def _label_function() -> type[TorchFunction]:
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: _LabelContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
-            powers, total, here, others = ctx.saved_tensors
+        def backward(ctx: OpContext[SplitLabel], gradient: Tensor) -> tuple[Tensor | None, ...]:
+            (powers, total, here, others), label = ctx.saved_tensors, ctx.besides
             own = gradient.masked_fill(others, 0)
-            every = ctx.label.groups.all_reduce(own, ctx.label.axes)
-            if ctx.label.negated:
+            every = label.groups.all_reduce(own, label.axes)
+            if label.negated:
                 own = -own
             else:
                 every = -every
@@ -237,13 +198,13 @@ def _extreme() -> type[TorchFunction]:
 
     class Attained(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: _AttainedContext, x: Tensor, top: Tensor, reached: Tensor, shares: Tensor) -> Tensor:
+        def forward(ctx: OpContext[None], x: Tensor, top: Tensor, reached: Tensor, shares: Tensor) -> Tensor:
             ctx.save_for_backward(reached, shares)
             return top.view_as(top)
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: _AttainedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(ctx: OpContext[None], gradient: Tensor) -> tuple[Tensor | None, ...]:
             reached, shares = ctx.saved_tensors
             each = (gradient.reshape(shares.shape) / shares).to(gradient.dtype)
             return torch.where(reached, each, each.new_zeros(())), None, None, None

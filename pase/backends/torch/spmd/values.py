@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pase.errors import PaseError
 from pase.frontends.common.values import Value
@@ -16,8 +16,11 @@ from pase.tables.axis_layout import AxisLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
+
 __all__ = [
     "NotOnParts",
+    "OpContext",
     "RankValue",
     "ReorderStep",
     "ReshapeStep",
@@ -29,6 +32,20 @@ __all__ = [
     "steps_from",
     "through_reshape",
 ]
+
+
+class OpContext(Protocol[T]):
+    """The autograd context of an op of ours: the tensors that its backward reads, and what it needs besides."""
+
+    besides: T
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 class NotOnParts(PaseError):
@@ -88,15 +105,16 @@ Steps = tuple[ReshapeStep | ReorderStep, ...]
 """Views (reshapes and transposes) that make one value from another, in order."""
 
 
-def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
-    """The value itself, the value that it is a view of, the value that that is a view of, and so on.
+def steps_from(value: Value | list[Value | None] | None) -> Iterator[tuple[str, Steps]]:
+    """The tensor that a value is, the tensor that it is a view of, the tensor that that is a view of, and so on.
 
     Each comes with the steps that lead from it to the value. The frontend recorded the views in ``Value.note``. No step
     repeats heads that queries share: only attention reads them through here, and it takes them as they are.
     """
     steps: Steps = ()
-    while True:
-        yield value, steps
+    while isinstance(value, Value):
+        if value.tensor is not None:
+            yield value.tensor.name, steps
         if (heads := shared_heads(value)) is not None:
             value = heads
             continue
