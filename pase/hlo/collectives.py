@@ -15,9 +15,8 @@
 
 Sizes follow the convention of ``CostModel.collective``: the larger of the input and output buffers on one device. They
 are the sizes in the compiled program, which may differ from the source program. The CPU backend widens 16-bit floats
-to f32 before it sends them (``promoted`` marks this for reductions, but not for all-gathers; check ``dtypes``). It also
-replaces an annotated reduce-scatter by an all-reduce and a slice. On that backend, compare predictions with float32
-programs.
+to f32 before it sends them (``dtypes`` shows it). It also replaces an annotated reduce-scatter by an all-reduce and a
+slice. On that backend, compare predictions with float32 programs.
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ class HloCollective:
     operands: tuple[str, ...]
     dtypes: tuple[str, ...]
     """HLO names of the element types sent, such as ("f32",)."""
-    promoted: bool
-    """Whether the compiler widened the element type for the reduction (16 bits to f32, which doubles ``bytes``)."""
     pairs: Groups
     """(source, target) pairs of a permute; empty for other kinds."""
     axes: int | None
@@ -194,7 +191,6 @@ def _collective(module: Module, computation: Computation, i: Instruction, kind: 
         computation=computation.name,
         operands=tuple(o.name for o in computation.operands(i)),
         dtypes=tuple(dict.fromkeys(a.dtype for s in sources for a in s.arrays())),
-        promoted=any("promoted" in c.name for c in module.called(i)),
         pairs=i.pairs,
         axes=None,
         op_name=i.op_name,

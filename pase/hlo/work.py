@@ -70,7 +70,7 @@ def op_work(module: Module, place: Computation, i: Instruction) -> OpWork:
     return OpWork(
         work=_work([x for _, x in inside]),
         flops=sum(_flops(c, x) for c, x in inside),
-        nbytes=_fused_bytes(module, place, i) if i.opcode == "fusion" else _bytes(place, i),
+        nbytes=_fused_bytes(module, i) if i.opcode == "fusion" else _bytes(place, i),
         dtype=dtype,
         name=name,
         source=source,
@@ -156,7 +156,7 @@ def _bytes(place: Computation, i: Instruction) -> int:
     return sum(o.shape.nbytes for o in operands) + sum(r.nbytes for r in results)
 
 
-def _fused_bytes(module: Module, place: Computation, i: Instruction) -> int:
+def _fused_bytes(module: Module, i: Instruction) -> int:
     """Returns the bytes that a fusion reads and writes. Of an array of which it takes slices, only those count."""
     total = 0
     for c in module.called(i):

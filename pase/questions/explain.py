@@ -286,19 +286,13 @@ def explain(
         layer=report,
         unfused=written_out,
         unaligned=uneven_rows,
-        remark=_remarks(plan, problem, next_best, report, remark),
+        remark=_remarks(plan, next_best, report, remark),
         machine=there,
         problem=problem,
     )
 
 
-def _remarks(
-    plan: PlanData,
-    problem: SplitProblem | None,
-    next_best: Mapping[str, float],
-    report: LayerReport | None,
-    remark: str,
-) -> str:
+def _remarks(plan: PlanData, next_best: Mapping[str, float], report: LayerReport | None, remark: str) -> str:
     """The remark, after a warning if an alternative is cheaper because it ignores the memory limit."""
     said = [remark] if remark else []
     others = [*next_best.values(), *(a.cost for a in (report.alternatives if report is not None else ()))]

@@ -59,8 +59,6 @@ class Evaluation:
     timeline: tuple[Interval, ...] = field(default=(), repr=False)
     starts_s: np.ndarray | None = field(default=None, repr=False, compare=False)
     """Start of each message of the steady period, on the run's clock: float64 [messages]."""
-    ends_s: float = float("nan")
-    """End of the steady period's last block, on the run's clock."""
     late: tuple[int, ...] = field(default=(), repr=False, compare=False)
     """For each message of the steady period, in which iteration it starts, counted from the last one that makes its
     gradients."""
@@ -335,7 +333,6 @@ def _report(
         speedup=(upper - lower) / lower if lower > 0 else 0.0,
         timeline=shown,
         starts_s=starts,
-        ends_s=float(end[(steady + 1) * plan.period * run.nb - 2]),
         late=tuple(late),
     )
 

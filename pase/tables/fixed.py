@@ -51,11 +51,11 @@ def why_not(graph: Graph, mesh: Mesh) -> str | None:
             shape = "×".join(map(str, mesh.sizes))
             return f"the mesh {shape} cannot hold the layout of '{layout.path}', {layout}"
         if not as_fixed(n, configs(n, mesh), mesh, layout).any():
-            return f"'{layout.path}' cannot be stored as {layout}: {_reason(n, mesh, layout)}"
+            return f"'{layout.path}' cannot be stored as {layout}: {_reason(n, layout)}"
     return None
 
 
-def _reason(node: Node, mesh: Mesh, layout: FixedLayout) -> str:
+def _reason(node: Node, layout: FixedLayout) -> str:
     """Why no config stores the tensor in this layout."""
     access = node.ops[0].writes[0]
     place = {name: i for i, name in enumerate(layout.mesh.names)}

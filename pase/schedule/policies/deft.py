@@ -291,7 +291,7 @@ def solve(
     return Horizon(sends=tuple(sends), generations=generations, period=period)
 
 
-def to_plan(problem: ScheduleProblem, p: Profile, solution: Horizon) -> BucketPlan:
+def to_plan(p: Profile, solution: Horizon) -> BucketPlan:
     """The steady period as a bucket plan. Iterations are counted from the start of the period."""
     assert solution.period is not None
     begin, end = solution.period
@@ -340,7 +340,7 @@ def deft(problem: ScheduleProblem, options: Options) -> BucketPlan:
         solution = solve(p, capacity=GROWTH**retry)
         if solution.period is None:
             continue
-        plan = to_plan(problem, p, solution)
+        plan = to_plan(p, solution)
         verdict = judge(walk, [u.batches for u in plan.updates])
         stale.append(plan.staleness)
         if plan.staleness <= options.staleness:

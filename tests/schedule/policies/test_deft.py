@@ -140,7 +140,7 @@ def test_plan_repeats_the_solver() -> None:
     problem = vgg19(NCCL)
     p = profile(problem, PARTITION)
     s = solve(p)
-    plan = to_plan(problem, p, s)
+    plan = to_plan(p, s)
     assert s.period is not None
     assert plan.period == s.period[1] - s.period[0]
     assert sum(u.batches for u in plan.updates) == plan.period
