@@ -1,17 +1,18 @@
 """What a framework gives to run a local program: the arrays of a device, and the collectives between devices.
 
 The parts of a local program that are the same in every framework are written once over ``Arrays``: reshard steps
-(``pase.local.reshard``) and halos (``pase.local.halo``). There is one ``Arrays`` for JAX inside of ``shard_map``, one
-for a rank of PyTorch, and one in numpy for all devices in one process. A framework overrides an operation that it does
-better in another way.
+(``pase.local.reshard``), halos (``pase.local.halo``) and rings (``pase.local.ring``). There is one ``Arrays`` for JAX
+inside of ``shard_map``, one for a rank of PyTorch, and one in numpy for all devices in one process. A framework
+overrides an operation that it does better in another way.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -22,10 +23,15 @@ from pase.local.types import Combine, Extents
 from pase.machine import Mesh
 from pase.pytree import Tree
 
-__all__ = ["Arrays", "check_combine"]
+__all__ = ["ArrayBranch", "Arrays", "RoundVisit", "check_combine"]
 
 A = TypeVar("A")
 """The arrays of a framework."""
+
+ArrayBranch: TypeAlias = Callable[[], Sequence[A]]
+
+RoundVisit: TypeAlias = Callable[["A | int", Sequence[A], Sequence[A]], Sequence[A]]
+"""(round, arrays that have come from another device, state) -> the next state, and summands of what they collect"""
 
 
 class Arrays(ABC, Generic[A]):
@@ -71,6 +77,18 @@ class Arrays(ABC, Generic[A]):
     def reduced(self, x: A, combine: Combine) -> A:
         """The sum, maximum or minimum over the first dim."""
 
+    @property
+    @abstractmethod
+    def library(self) -> ModuleType:
+        """The framework's functions of elements, which have numpy's names."""
+
+    def cast(self, x: A, like: A) -> A:
+        """The array in the dtype of another array."""
+        given: Tree = x
+        other: Tree = like
+        made: A = given.astype(other.dtype)
+        return made
+
     def rearranged(self, x: A, seen: Sequence[int], order: Sequence[int], shape: Sequence[int]) -> A:
         """The array, seen in a shape, with its dims in an order, in another shape."""
         if tuple(order) == tuple(range(len(seen))):
@@ -84,6 +102,18 @@ class Arrays(ABC, Generic[A]):
         """The device's index along an axis, as it compares with the elements of ``x``."""
 
     @abstractmethod
+    def number(self, axes: Sequence[str]) -> A | int:
+        """The device's number along these axes."""
+
+    @abstractmethod
+    def either(self, holds: A | bool, one: ArrayBranch[A], other: ArrayBranch[A]) -> Sequence[A]:
+        """The arrays that ``one`` makes if a condition holds for the device, otherwise those that ``other`` makes."""
+
+    def selected(self, holds: A | bool, one: Callable[[], A], other: Callable[[], A]) -> A:
+        """``either`` of arrays that are there, or made in one op."""
+        return self.either(holds, lambda: [one()], lambda: [other()])[0]
+
+    @abstractmethod
     def chosen(self, x: A, dim: int, axis: str) -> A:
         """Of a dim, the element at the device's index along an axis. The dim has one element then."""
 
@@ -91,13 +121,16 @@ class Arrays(ABC, Generic[A]):
     def rows(self, x: A, table: np.ndarray, axes: Sequence[str]) -> A:
         """Rows of the first dim. table: int64 [devices along the axes, rows]."""
 
-    @abstractmethod
     def on_first(self, x: A, axes: Sequence[str]) -> A:
         """The array on the first device along all of these axes, zeros on the others."""
+        number: Tree = self.number(axes)
+        return self.selected(number == 0, lambda: x, lambda: self.library.zeros_like(x))
 
-    @abstractmethod
     def at_end(self, x: A, axes: Sequence[str], last: bool, value: Tree) -> A:
         """``value`` on the first or the last device along these axes, the array on the others."""
+        number: Tree = self.number(axes)
+        end = self.ways(axes) - 1 if last else 0
+        return self.selected(number == end, lambda: self.library.full_like(x, value), lambda: x)
 
     # Collectives. A device without a source receives zeros.
 
@@ -120,6 +153,36 @@ class Arrays(ABC, Generic[A]):
     @abstractmethod
     def permute(self, x: A, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> A:
         """Send each device's array to one other device. pairs: (source, target)."""
+
+    def permute_all(
+        self, xs: Sequence[A], axes: Sequence[str], pairs: Sequence[tuple[int, int]]
+    ) -> Sequence[A]:
+        """``permute`` of several arrays."""
+        return [self.permute(x, axes, pairs) for x in xs]
+
+    def around(
+        self,
+        axes: Sequence[str],
+        passed: Sequence[A],
+        state: Sequence[A],
+        sums: Sequence[A],
+        visit: RoundVisit[A],
+    ) -> tuple[Sequence[A], Sequence[A]]:
+        """Pass arrays around the n devices along these axes, which form a ring.
+
+        In round t of 1 … n-1, device i visits what device i-t has passed on. Sums of what the visits return travel with
+        these arrays, and return to their device at the end. Returns (the last state, the sums).
+        """
+        n = self.ways(axes)
+        onwards = [(i, (i + 1) % n) for i in range(n)]
+        for t in range(1, n):
+            arrived = self.permute_all([*sums, *passed], axes, onwards)
+            passed = arrived[len(sums) :]
+            made = visit(t, passed, state)
+            before: Sequence[Tree] = arrived[: len(sums)]
+            state = made[: len(state)]
+            sums = [x + y for x, y in zip(before, made[len(state) :], strict=True)]
+        return state, self.permute_all(sums, axes, onwards) if sums else sums
 
     def neighbours(self, x: A, axes: Sequence[str], dim: int, first: int, last: int) -> tuple[A, A]:
         """Send the first rows of a dim to the previous device, and the last rows to the next device.

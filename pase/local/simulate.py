@@ -9,14 +9,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 
-from pase.local.arrays import Arrays, check_combine
+from pase.local.arrays import ArrayBranch, Arrays, check_combine
 from pase.local.parts import held
 from pase.local.types import Combine, Extents
 from pase.machine import Mesh
-from pase.pytree import Tree
 from pase.tables.axis_layout import AxisLayout
 
 __all__ = ["AllDevices", "part_of", "places", "whole_of"]
@@ -93,7 +93,11 @@ class AllDevices(Arrays[np.ndarray]):
     def reduced(self, x: np.ndarray, combine: Combine) -> np.ndarray:
         return np.asarray(_UFUNCS[combine].reduce(x, axis=self._lead, dtype=x.dtype))
 
-    def number(self, axes: Sequence[str], rank: int) -> np.ndarray:
+    @property
+    def library(self) -> ModuleType:
+        return np
+
+    def number(self, axes: Sequence[str], rank: int = 0) -> np.ndarray:
         """The number of each device along these axes, [*mesh, 1, ...] with a 1 for each of ``rank`` dims."""
         out = np.zeros((*self.mesh.sizes, *(1,) * rank), np.int64)
         for axis in axes:
@@ -101,6 +105,15 @@ class AllDevices(Arrays[np.ndarray]):
             along = np.arange(self.mesh.sizes[i]).reshape(-1, *(1,) * (out.ndim - i - 1))
             out = out * self.mesh.sizes[i] + along
         return out
+
+    def either(
+        self, holds: np.ndarray | bool, one: ArrayBranch[np.ndarray], other: ArrayBranch[np.ndarray]
+    ) -> Sequence[np.ndarray]:
+        here = np.asarray(holds)
+        return [
+            np.where(here.reshape(*here.shape, *(1,) * (x.ndim - here.ndim)), x, y)
+            for x, y in zip(one(), other(), strict=True)
+        ]
 
     def index(self, axis: str, x: np.ndarray) -> np.ndarray:
         return self.number([axis], x.ndim - self._lead)
@@ -111,13 +124,6 @@ class AllDevices(Arrays[np.ndarray]):
     def rows(self, x: np.ndarray, table: np.ndarray, axes: Sequence[str]) -> np.ndarray:
         mine = table[self.number(axes, 0)]
         return np.take_along_axis(x, mine.reshape(*mine.shape, *(1,) * (x.ndim - mine.ndim)), self._lead)
-
-    def on_first(self, x: np.ndarray, axes: Sequence[str]) -> np.ndarray:
-        return np.where(self.number(axes, x.ndim - self._lead) == 0, x, np.zeros((), x.dtype))
-
-    def at_end(self, x: np.ndarray, axes: Sequence[str], last: bool, value: Tree) -> np.ndarray:
-        end = self.ways(axes) - 1 if last else 0
-        return np.where(self.number(axes, x.ndim - self._lead) == end, value, x)
 
     def all_reduce(self, x: np.ndarray, axes: Sequence[str], combine: Combine = "sum") -> np.ndarray:
         check_combine(combine, axes)

@@ -29,6 +29,32 @@ def test_neighbours_exchange_rows_and_ends_receive_zeros():
     np.testing.assert_array_equal(behind[1, 0], [[9], [11], [0]])
 
 
+def test_each_device_takes_one_of_two_values_by_its_place():
+    x = np.arange(1.0, 13.0).reshape(2, 1, 3, 2)
+    number = DEVICES.number(("b", "a"))
+    made = DEVICES.either(number >= 3, lambda: [x, x[..., 0]], lambda: [-x, x[..., 1]])
+    for at in np.ndindex(2, 1, 3):
+        later = 2 * at[2] + at[0] >= 3
+        np.testing.assert_array_equal(made[0][at], x[at] if later else -x[at])
+        assert made[1][at] == x[at][0 if later else 1]
+    np.testing.assert_array_equal(DEVICES.selected(number == 0, lambda: x, lambda: -x)[0, 0, 0], x[0, 0, 0])
+
+
+def test_what_goes_around_visits_all_devices_and_returns():
+    """Device i visits the array of each other device; what it adds to the collected one arrives at its owner."""
+    axes, x = ("a", "b"), np.arange(6.0).reshape(2, 1, 3, 1)
+    visited = []
+
+    def visit(t, passed, state):
+        visited.append((t, passed[0].ravel().tolist()))
+        return [state[0] + passed[0], 10.0 ** DEVICES.number(axes, 1)]
+
+    (total,), (collected,) = DEVICES.around(axes, [x], [x], [np.zeros_like(x)], visit)
+    assert visited == [(t, [(i - t) % 6 for i in range(6)]) for t in range(1, 6)]
+    assert (total == 15).all()
+    np.testing.assert_array_equal(collected.ravel(), 111111 - 10.0 ** np.arange(6))
+
+
 def test_only_sums_and_extremes_are_reduced():
     check_combine("max", ("a",))
     with pytest.raises(PaseError, match="only sums, maxima and minima") as e:

@@ -3,8 +3,8 @@
 XLA cannot split a kernel, so this module implements the plan's split itself. Parts of the batch and of the heads are
 separate attentions. Parts of the queries see all keys; a causal part skips the keys after it. The gradients of keys and
 values are summed over the parts that read them. If queries and keys are split in the same way, the parts form a ring
-(``ring_attention``). If a device lacks the kernel, it computes attention from its definition instead, split in the same
-way, and a warning says so.
+(``pase.local.ring``). If a device lacks the kernel, it computes attention from its definition instead, split in the
+same way, and a warning says so.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.ops.attention_kernels import (
-    Attended,
-    AttentionFunctions,
-    CuDNN,
-    Flash,
-    Reference,
-    merged,
-)
+from pase.backends.jax.ops.arrays import JaxArrays
+from pase.backends.jax.ops.attention_kernels import CuDNN, Flash, Reference
 from pase.backends.jax.ops.jaxprs import KEPT
 from pase.backends.jax.ops.platforms import platform_of
-from pase.backends.jax.ops.ring_attention import RingAttention
 from pase.frontends.jax.attention import AttentionCall
 from pase.frontends.jax.types import Aval
 from pase.ir import SourceLine
+from pase.local.ring import Attended, AttentionFunctions, RingAttention, merged
 from pase.machine import Mesh
 from pase.plan.accesses import EquationLayouts
 from pase.pytree import Tree
@@ -106,7 +100,9 @@ def split_of(
     return AttentionSplit(**out)
 
 
-def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: SourceLine) -> AttentionFunctions:
+def kernel_for(
+    call: AttentionCall, platform: str, dtype: np.dtype, source: SourceLine
+) -> AttentionFunctions[Array]:
     """The kernel that the call requests; the definition, with a warning, if the platform lacks this kernel.
 
     A call that requests the device's kernel has none in dtypes of more than 16 bits, and runs by its definition.
@@ -155,7 +151,7 @@ def of_plan(
         return None
     kernel = kernel_for(call, platform_of(mesh), avals[0].dtype, source)
     run = _DeviceShare(
-        kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh
+        kernel=kernel, split=split, arrays=JaxArrays(axes), causal=call.causal, scale=call.scale, mesh=mesh
     ).differentiable()
     return _ordered(call, run)
 
@@ -184,7 +180,9 @@ def on_a_device(
     kernel = kernel_for(call, platform_of(mesh), dtype, source)
     if biased:
         return _with_bias(call, isinstance(kernel, CuDNN))
-    local = _DeviceShare(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh)
+    local = _DeviceShare(
+        kernel=kernel, split=split, arrays=JaxArrays(axes), causal=call.causal, scale=call.scale, mesh=mesh
+    )
     return _ordered(call, local.on_a_device())
 
 
@@ -256,8 +254,9 @@ def _split(
 class _DeviceShare:
     """The computation of one device: its part of the attention, forward and backward."""
 
-    kernel: AttentionFunctions
+    kernel: AttentionFunctions[Array]
     split: AttentionSplit
+    arrays: JaxArrays
     causal: bool
     scale: float
     mesh: JaxMesh
@@ -314,13 +313,16 @@ class _DeviceShare:
     def _parts(self) -> int:
         return math.prod(self.mesh.shape[a] for a in self.split.queries) if self.causal else 1
 
-    def _ring(self) -> RingAttention | None:
-        axes = self.split.ring
-        if not axes:
+    def _ring(self) -> RingAttention[Array] | None:
+        if not self.split.ring:
             return None
-        devices = math.prod(self.mesh.shape[a] for a in axes)
         return RingAttention(
-            kernel=self.kernel, axes=axes, devices=devices, causal=self.causal, scale=self.scale
+            arrays=self.arrays,
+            kernel=self.kernel,
+            axes=self.split.ring,
+            causal=self.causal,
+            scale=self.scale,
+            positions=1,
         )
 
     def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
@@ -347,9 +349,8 @@ class _DeviceShare:
         if i == 0:
             return done
         before = slice(0, own.start)
-        return merged(
-            done, self.kernel.forward(q, k[:, before], v[:, before], causal=False, scale=self.scale)
-        )
+        seen = self.kernel.forward(q, k[:, before], v[:, before], causal=False, scale=self.scale)
+        return merged(done, seen, self.arrays)
 
     def _backward(
         self, q: Array, k: Array, v: Array, sums: Array, result: Array, gradient: Array

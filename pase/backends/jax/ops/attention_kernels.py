@@ -2,50 +2,24 @@
 
 Each kernel is a pair of functions. Forward returns the result and the logarithm of each query's sum of exponentials
 (the logsumexp). Backward takes both as inputs, so attention over many blocks of keys can be assembled from kernels
-(``attention``). Queries and results are [b, q, kv heads, group, d], keys and values [b, s, kv heads, d], the logarithms
-[b, q, kv heads, group].
+(``attention``, ``pase.local.ring``). Queries and results are [b, q, kv heads, group, d], keys and values
+[b, s, kv heads, d], the logarithms [b, q, kv heads, group].
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pase.frontends.jax import versions
+from pase.local.ring import Attended
 
 if TYPE_CHECKING:
     from jax import Array
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
 
-__all__ = ["Attended", "AttentionFunctions", "CuDNN", "Flash", "Reference", "merged"]
-
-
-class Attended(NamedTuple):
-    """The inputs and results of forward. sums: the logarithms of the queries' sums of exponentials."""
-
-    q: Array
-    k: Array
-    v: Array
-    result: Array
-    sums: Array
-
-
-class AttentionFunctions(Protocol):
-    """The forward and backward functions of a kernel.
-
-    causal: query i sees the keys up to the i-th. scale: the factor of the scores.
-    """
-
-    def forward(self, q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
-        """(result, logarithms of the sums)"""
-        ...
-
-    def backward(
-        self, done: Attended, gradient: Array, *, causal: bool, scale: float
-    ) -> tuple[Array, Array, Array]:
-        """The gradients of q, k and v. gradient: that of the result."""
-        ...
+__all__ = ["CuDNN", "Flash", "Reference"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +46,7 @@ class Reference:
         return jnp.einsum("bqhgs,bshe->bqhge", weights, v), sums
 
     def backward(
-        self, done: Attended, gradient: Array, *, causal: bool, scale: float
+        self, done: Attended[Array], gradient: Array, *, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
         import jax.numpy as jnp
 
@@ -99,7 +73,7 @@ class CuDNN:
         return result.reshape(b, t, h, g, -1), sums.transpose(0, 2, 1).reshape(b, t, h, g)
 
     def backward(
-        self, done: Attended, gradient: Array, *, causal: bool, scale: float
+        self, done: Attended[Array], gradient: Array, *, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
         q, k, v, result, sums = done
         b, t = q.shape[:2]
@@ -144,7 +118,7 @@ class Flash:
         )
 
     def backward(
-        self, done: Attended, gradient: Array, *, causal: bool, scale: float
+        self, done: Attended[Array], gradient: Array, *, causal: bool, scale: float
     ) -> tuple[Array, Array, Array]:
         q, k, v, result, sums = done
         b, t = q.shape[:2]
@@ -168,13 +142,3 @@ def _heads(x: Array) -> Array:
 
 def _heads_first(x: Array) -> Array:
     return _heads(x).transpose(0, 2, 1, 3)
-
-
-def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """(result, logarithms of the sums) of attention over two sets of keys, from those over each set."""
-    import jax.numpy as jnp
-
-    (a, of_a), (b, of_b) = one, other
-    sums = jnp.logaddexp(of_a, of_b)
-    wide = a * jnp.exp(of_a - sums)[..., None] + b * jnp.exp(of_b - sums)[..., None]
-    return wide.astype(a.dtype), sums

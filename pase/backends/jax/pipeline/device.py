@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.ops.arrays import JaxArrays
 from pase.backends.jax.pipeline.local_stage import HeldArray, LocalStage, stage_gathers
 from pase.backends.jax.pipeline.segments import StageKey
-from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.lower import gradient_carrier
 from pase.backends.jax.spmd.values import NotManual
 from pase.backends.jax.steps.hoisted import StepGathers

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.ops.arrays import JaxArrays
 from pase.backends.jax.ops.draws import Examples
 from pase.backends.jax.ops.totals import Totals
 from pase.backends.jax.pipeline.segments import StageKey
 from pase.backends.jax.pipeline.stages import Stage
-from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.lower import Manual
 from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotManual
 from pase.backends.jax.steps.hoisted import StepGathers, step_gathers

@@ -1,26 +1,19 @@
-"""The collectives of a local program in JAX, inside ``shard_map``, and edges whose gradients return as planned."""
+"""Edges in JAX, inside ``shard_map``, whose gradients return as planned, and what messages send."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from types import ModuleType
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from pase.local.arrays import Arrays, check_combine
-from pase.local.parts import WireView, view
-from pase.local.types import Combine, Extents, LocalReshardStep
+from pase.backends.jax.ops.arrays import JaxArrays, summed
+from pase.local.parts import view
+from pase.local.types import Extents, LocalReshardStep
 from pase.machine import Mesh
-from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
 
-__all__ = ["JaxArrays", "after", "first", "from_wire", "on_wire", "sent", "summed", "there_and_back"]
+__all__ = ["after", "from_wire", "on_wire", "sent", "there_and_back"]
 
 
 def there_and_back(
@@ -49,120 +42,6 @@ def there_and_back(
         lambda _, g: (jax.numpy.zeros(held.shape, held.dtype), back(g)),
     )
     return onto_carrier(held, gradient_carrier)
-
-
-def summed(x: Array, axes: tuple[str, ...], combine: Combine = "sum") -> Array:
-    """All-reduce over these axes."""
-    import jax
-
-    check_combine(combine, axes)
-    how = _of_booleans(x, combine)
-    return {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[how](x, axes)
-
-
-def _of_booleans(x: Array, combine: Combine) -> Combine:
-    """How JAX reduces these partial results. It does not add booleans: their sum is true where one of them is, as where
-    one device has the element that is looked up."""
-    return "max" if combine == "sum" and x.dtype == bool else combine
-
-
-def first(axes: Sequence[str]) -> Array:
-    """Whether this is the first device along each of these axes."""
-    import jax
-
-    return reduce(lambda a, b: a & b, [jax.lax.axis_index(a) == 0 for a in axes])
-
-
-@dataclass(frozen=True)
-class JaxArrays(Arrays["Array"]):
-    """The arrays of one device inside of ``shard_map``.
-
-    XLA shows collectives along a dim in its texts and reports, so reshard steps of the outermost digits of a dim
-    (``WireView.along``) are collectives along that dim.
-    """
-
-    mesh: Mesh
-
-    @property
-    def _jax(self) -> ModuleType:
-        import jax
-
-        return jax
-
-    def shape(self, x: Array) -> Extents:
-        return x.shape
-
-    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
-        return x.reshape(tuple(shape))
-
-    def transpose(self, x: Array, order: Sequence[int]) -> Array:
-        return x.transpose(*order)
-
-    def concat(self, xs: Sequence[Array], dim: int) -> Array:
-        return self._jax.numpy.concatenate(xs, axis=dim)
-
-    def narrow(self, x: Array, dim: int, start: int, count: int) -> Array:
-        return self._jax.lax.slice_in_dim(x, start, start + count, axis=dim)
-
-    def padded(self, x: Array, dim: int, before: int, behind: int) -> Array:
-        return self._jax.numpy.pad(x, [(before, behind) if i == dim else (0, 0) for i in range(x.ndim)])
-
-    def reduced(self, x: Array, combine: Combine) -> Array:
-        return x.sum(0) if combine == "sum" else x.max(0) if combine == "max" else x.min(0)
-
-    def index(self, axis: str, x: Array) -> Array:
-        return self._jax.lax.axis_index(axis).astype(x.dtype)
-
-    def chosen(self, x: Array, dim: int, axis: str) -> Array:
-        return self._jax.lax.dynamic_slice_in_dim(x, self._jax.lax.axis_index(axis), 1, dim)
-
-    def rows(self, x: Array, table: np.ndarray, axes: Sequence[str]) -> Array:
-        return x[self._jax.numpy.asarray(table)[self._jax.lax.axis_index(tuple(axes))]]
-
-    def on_first(self, x: Array, axes: Sequence[str]) -> Array:
-        return self._jax.numpy.where(first(axes), x, self._jax.numpy.zeros((), x.dtype))
-
-    def at_end(self, x: Array, axes: Sequence[str], last: bool, value: Tree) -> Array:
-        here = self._jax.lax.axis_index(tuple(axes)) == (self.ways(axes) - 1 if last else 0)
-        return self._jax.numpy.where(here, self._jax.numpy.asarray(value, x.dtype), x)
-
-    def all_reduce(self, x: Array, axes: Sequence[str], combine: Combine = "sum") -> Array:
-        return summed(x, tuple(axes), combine)
-
-    def all_gather(self, x: Array, axes: Sequence[str]) -> Array:
-        return self._jax.lax.all_gather(x, tuple(axes), axis=0, tiled=False)
-
-    def reduce_scatter(self, x: Array, axes: Sequence[str]) -> Array:
-        # Along a dim that exists only for it: XLA for TPU stores arrays in tiles, and compiles a reduce-scatter along a
-        # tiled dim to an all-reduce unless the parts are whole tiles.
-        return self._jax.lax.psum_scatter(x, tuple(axes), scatter_dimension=0, tiled=False)
-
-    def all_to_all(self, x: Array, axes: Sequence[str]) -> Array:
-        # Dims of one element are merged: XLA for CPU gives slices along them different layouts, and refuses them.
-        rows = x.reshape(x.shape[0], -1)
-        return self._jax.lax.all_to_all(rows, tuple(axes), 0, 0, tiled=True).reshape(x.shape)
-
-    def permute(self, x: Array, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> Array:
-        return self._jax.lax.ppermute(x, tuple(axes), pairs)
-
-    def scattered(self, x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> Array:
-        combine = _of_booleans(x, combine)
-        if combine != "sum" or v.along is None or v.along[0] is None:
-            return super().scattered(x, v, axes, combine)
-        at, ways = v.along[0], math.prod(v.ways)
-        apart = x.reshape(*x.shape[:at], ways, x.shape[at] // ways, *x.shape[at + 1 :])
-        return self._jax.lax.psum_scatter(apart, tuple(axes), scatter_dimension=at, tiled=False)
-
-    def gathered(self, x: Array, v: WireView, axes: Sequence[str]) -> Array:
-        if v.along is None or v.along[1] is None:
-            return super().gathered(x, v, axes)
-        return self._jax.lax.all_gather(x, tuple(axes), axis=v.along[1], tiled=True)
-
-    def exchanged(self, x: Array, v: WireView, axes: Sequence[str]) -> Array:
-        leaving, arriving = v.along or (None, None)
-        if leaving is None or arriving is None or 1 in (x.shape[arriving], v.shape[leaving]):
-            return super().exchanged(x, v, axes)
-        return self._jax.lax.all_to_all(x, tuple(axes), leaving, arriving, tiled=True)
 
 
 def on_wire(x: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -> Array:

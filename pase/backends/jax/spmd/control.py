@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.collectives import JaxArrays
+from pase.backends.jax.ops.arrays import JaxArrays
 from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotManual, packed, unpacked
 from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr
 from pase.frontends.jax.versions import jaxprs_inside, scan_groups, source_line

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.collectives import JaxArrays
+from pase.backends.jax.ops.arrays import JaxArrays
 from pase.backends.jax.spmd.values import Cache, DeviceValue
 from pase.frontends.jax.frontend import INLINED, inner_jaxpr, trace
 from pase.frontends.jax.rules import RULES, Elementwise

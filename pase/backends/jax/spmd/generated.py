@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.ops.arrays import JaxArrays
 from pase.backends.jax.ops.draws import bits_at, by_position, drawn, places_in_batch
 from pase.backends.jax.spmd.call import ManualCall, split_dims
-from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.frontends.jax.versions import evaluate as plain
 from pase.local.reshard import along, part
 from pase.local.types import LocalResult

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.ops.arrays import JaxArrays
 from pase.backends.jax.spmd.call import MANUAL_RULES, ManualCall, split_dims
-from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.frontends.jax.versions import evaluate as plain
 from pase.local.halo import borders_of, widened
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.ops.arrays import JaxArrays, summed
 from pase.backends.jax.ops.draws import Examples, drawn
 from pase.backends.jax.ops.jaxprs import of_operand
 from pase.backends.jax.ops.walk import JaxprWalk
 from pase.backends.jax.spmd import rules
-from pase.backends.jax.spmd.collectives import JaxArrays, summed, there_and_back
+from pase.backends.jax.spmd.collectives import there_and_back
 from pase.backends.jax.spmd.control import manual_cond, manual_scan, manual_while
 from pase.backends.jax.spmd.custom_rules import call_with_rule
 from pase.backends.jax.spmd.messages import BodyMessages

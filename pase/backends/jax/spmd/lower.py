@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from pase.backends.jax.ops.arrays import JaxArrays
 from pase.backends.jax.ops.draws import Examples
 from pase.backends.jax.ops.platforms import platform_of
 from pase.backends.jax.ops.totals import Totals
-from pase.backends.jax.spmd.collectives import JaxArrays
 from pase.backends.jax.spmd.interpreter import ManualWalk
 from pase.backends.jax.spmd.prefetch import prefetched
 from pase.backends.jax.spmd.values import (

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.collectives import JaxArrays, after, from_wire, on_wire, sent, there_and_back
+from pase.backends.jax.ops.arrays import JaxArrays
+from pase.backends.jax.spmd.collectives import after, from_wire, on_wire, sent, there_and_back
 from pase.backends.jax.spmd.values import DeviceValue, NotManual
 from pase.errors import PaseError
 from pase.local.reshard import resharded

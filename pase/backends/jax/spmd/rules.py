@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pase.backends.jax.ops.arrays import JaxArrays, first, summed
 from pase.backends.jax.ops.fourier import transformed
 from pase.backends.jax.ops.jaxprs import places_only, unmerged
 from pase.backends.jax.spmd.call import MANUAL_RULES, ManualCall, NotLowered, split_dims
-from pase.backends.jax.spmd.collectives import JaxArrays, first, summed, there_and_back
+from pase.backends.jax.spmd.collectives import there_and_back
 from pase.backends.jax.spmd.generated import generated
 from pase.backends.jax.spmd.halo import WINDOWED
 from pase.errors import PaseError

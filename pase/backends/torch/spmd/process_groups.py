@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from pase.errors import PaseError
-from pase.local.arrays import Arrays, check_combine
+from pase.local.arrays import ArrayBranch, Arrays, check_combine
 from pase.local.types import Combine, Extents
 from pase.machine import CollectiveKind, Mesh
-from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -101,6 +100,20 @@ class AxisGroups(Arrays["Tensor"]):
     def reduced(self, x: Tensor, combine: Combine) -> Tensor:
         return x.sum(0) if combine == "sum" else x.amax(0) if combine == "max" else x.amin(0)
 
+    @property
+    def library(self) -> ModuleType:
+        import torch
+
+        return torch
+
+    def cast(self, x: Tensor, like: Tensor) -> Tensor:
+        return x.to(like.dtype)
+
+    def either(
+        self, holds: Tensor | bool, one: ArrayBranch[Tensor], other: ArrayBranch[Tensor]
+    ) -> Sequence[Tensor]:
+        return one() if holds else other()
+
     def index(self, axis: str, x: Tensor | None = None) -> int:
         """This rank's index along an axis."""
         return self.place[self.mesh.names.index(axis)]
@@ -113,13 +126,6 @@ class AxisGroups(Arrays["Tensor"]):
 
         # Built from a list, because a trace on fake tensors takes that as a constant.
         return x.index_select(0, torch.tensor(table[self.number(axes)].tolist(), device=x.device))
-
-    def at_end(self, x: Tensor, axes: Sequence[str], last: bool, value: Tree) -> Tensor:
-        end = self.ways(axes) - 1 if last else 0
-        return x.new_full(x.shape, value) if self.number(axes) == end else x
-
-    def on_first(self, x: Tensor, axes: Sequence[str]) -> Tensor:
-        return x if self.first(axes) else x.new_zeros(x.shape)
 
     def first(self, axes: Sequence[str]) -> bool:
         """Whether this is the first rank along each of these axes."""
@@ -210,6 +216,16 @@ class AxisGroups(Arrays["Tensor"]):
             if dst == mine:
                 come[src] = 1
         return self._exchanged(x[None], come, to, axes)[0]
+
+    def permute_all(
+        self, xs: Sequence[Tensor], axes: Sequence[str], pairs: Sequence[tuple[int, int]]
+    ) -> Sequence[Tensor]:
+        """One message of the bytes of all."""
+        import torch
+
+        wire = torch.cat([x.contiguous().view(torch.uint8).reshape(-1) for x in xs])
+        received = self.permute(wire, axes, pairs).split([x.numel() * x.element_size() for x in xs])
+        return [y.view(x.dtype).reshape(x.shape) for x, y in zip(xs, received, strict=True)]
 
     # If outermost digits of one dim leave or arrive, as they mostly do, that dim is cut or joined as a whole: two ops
     # at most, where digits that are put in their places one by one take four.

@@ -16,10 +16,11 @@ from pase.backends.torch.spmd.collectives import positions
 from pase.backends.torch.spmd.picks import attained, elements, rows
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.record import seed_of
-from pase.backends.torch.spmd.ring_attention import RankRing
+from pase.backends.torch.spmd.ring_attention import RowAttention, ring_attention
 from pase.backends.torch.spmd.values import NotOnParts, of_broadcast
 from pase.frontends.torch.values import TorchOperand
 from pase.local.reshard import part, places_of
+from pase.local.ring import RingAttention
 from pase.local.types import Extents, LocalOp
 from pase.pytree import Tree
 from pase.registry import Registry
@@ -442,13 +443,15 @@ def _ring(call: RankCall) -> Tensor:
     if q.shape[-3] % k.shape[-3] or list(axes) != sorted(axes, key=names.index):
         raise NotOnParts("its keys are split, and a ring needs other heads, or another order of mesh axes")
     scale = call.given.get("scale")
-    ring = RankRing(
-        groups=call.groups,
+    ring = RingAttention(
+        arrays=call.groups,
+        kernel=RowAttention(),
         axes=axes,
         causal=bool(call.given.get("is_causal")),
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        positions=q.dim() - 2,
     )
-    return ring(q, k, v)
+    return ring_attention(ring, q, k, v)
 
 
 @RANK_RULES.register("group_norm", "native_group_norm")

@@ -11,7 +11,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
 
-from pase.backends.jax.ops.attention_kernels import Attended, AttentionFunctions, CuDNN, Flash, Reference
+from pase.backends.jax.ops.attention_kernels import CuDNN, Flash, Reference
+from pase.local.ring import Attended, AttentionFunctions
 from tests.backends.jax.ops.attending import (
     written_out,
 )
@@ -30,7 +31,7 @@ def operands(dtype: Any, positions: int, width: int, group: int, heads: int = 2)
     return [jnp.asarray(rng.normal(size=s), dtype) for s in shapes]
 
 
-def gradients(kernel: AttentionFunctions, q: Any, k: Any, v: Any, g: Any, causal: bool) -> list[Any]:
+def gradients(kernel: AttentionFunctions[Any], q: Any, k: Any, v: Any, g: Any, causal: bool) -> list[Any]:
     result, sums = kernel.forward(q, k, v, causal=causal, scale=0.3)
     return [result, *kernel.backward(Attended(q, k, v, result, sums), g, causal=causal, scale=0.3)]
 

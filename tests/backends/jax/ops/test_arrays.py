@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from pase.backends.jax.spmd.collectives import JaxArrays
+from pase.backends.jax.ops.arrays import JaxArrays
 from pase.hlo.collectives import collectives
 from pase.local.exchange import nests
 from pase.local.reshard import resharded
