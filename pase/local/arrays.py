@@ -1,8 +1,8 @@
 """What a framework gives to run a local program: the arrays of a device, and the collectives between devices.
 
 The parts of a local program that are the same in every framework are written once over ``Arrays``: reshard steps
-(``pase.local.reshard``), halos (``pase.local.halo``) and rings (``pase.local.ring``). There is one ``Arrays`` for JAX
-inside of ``shard_map``, one for a rank of PyTorch, and one in numpy for all devices in one process. A framework
+(``pase.local.reshard``), halos (``halo``), rings (``ring``) and messages (``messages``). There is one ``Arrays`` for
+JAX inside of ``shard_map``, one for a rank of PyTorch, and one in numpy for all devices in one process. A framework
 overrides an operation that it does better in another way.
 """
 

@@ -2,7 +2,8 @@
 
 Each op is computed from its maps, without any framework (``pase.local.nests``). A loop runs as many iterations as the
 graph says, starting at the first element of a stack. Of a conditional, only the branch that its index selects runs.
-Recomputed regions have the same values as the first time, so they are computed only once here.
+Recomputed regions have the same values as the first time, so they are computed only once here. Parameters and their
+gradients are sent in the program's messages, those of a loop in each iteration.
 
 Ops that work along a whole dim (slices, sorts) are computed from their parameters (``pase.local.op_rules``). The graph
 does not determine what some ops compute (attention, a body of the user's). Their rules can be passed in addition to
@@ -27,11 +28,19 @@ from pase.ir.types import LEAF
 from pase.local.functions import COMPUTED
 from pase.local.halo import widened, widened_back
 from pase.local.lower import between, program_of
+from pase.local.messages import Sending, messages_among
 from pase.local.nests import LocalNest, coordinates
 from pase.local.op_rules import OpRule, rule_of
 from pase.local.reshard import resharded
 from pase.local.simulate import AllDevices, part_of, places, whole_of
-from pase.local.types import LocalOp, LocalOperand, LocalProgram, LocalReshardStep, LocalResult
+from pase.local.types import (
+    LocalOp,
+    LocalOperand,
+    LocalProgram,
+    LocalReshardStep,
+    LocalResult,
+    TransferDirection,
+)
 from pase.machine import Mesh
 from pase.tables.axis_layout import AxisLayout
 from pase.tables.layouts import concrete_size
@@ -58,13 +67,16 @@ def loss_and_gradients(
 
     graph: the graph that the program was lowered from. given: the values of its parameters, inputs and constants.
     rules: place of an op -> its rule. Raises PaseError if the graph and the rules do not determine what an op
-    computes.
+    computes, or if gradients wait for later steps.
     """
+    if program.delayed:
+        raise PaseError("gradients of a step are sent or applied in a later one", where=f"'{program.name}'")
     run = _NumpyRun(program=program, graph=graph, given=given, rules=rules or {})
     r = program.result(loss)
     made = run.value(loss, (), ())
     run.gradients[loss, ()] = np.ones((*program.mesh.sizes, *r.gradient.local_shape(r.shape, program.mesh)))
-    for op, indices in reversed(run.tape):
+    # Messages join gradients of parameters, so all of these come last.
+    for op, indices in sorted(reversed(run.tape), key=lambda made: made[0].node in program.parameters):
         run.backward(op, indices)
     returned = resharded(made, _output_steps(program, loss), r.shape, "sum", run.devices)
     value = run.whole(returned, loss, False)
@@ -137,7 +149,8 @@ class _NumpyRun:
 
     values: tensors in the layout in which they are made. tape: the ops that made them, in order. gradients: gradients
     of tensors, in the layout in which they arrive. resharded: values after the forward steps of a transfer. arriving:
-    gradients on a transfer, in the layout in which they leave the reader.
+    gradients on a transfer, in the layout in which they leave the reader. returned: gradients after the backward steps
+    of a transfer.
     """
 
     program: LocalProgram
@@ -149,6 +162,7 @@ class _NumpyRun:
     gradients: dict[TurnedTensor, np.ndarray] = field(default_factory=dict)
     resharded: dict[tuple[int, LoopIndices], np.ndarray] = field(default_factory=dict)
     arriving: dict[tuple[int, LoopIndices], np.ndarray] = field(default_factory=dict)
+    returned: dict[tuple[int, LoopIndices], np.ndarray] = field(default_factory=dict)
 
     @cached_property
     def devices(self) -> AllDevices:
@@ -208,12 +222,35 @@ class _NumpyRun:
             return self._parts(o.tensor, o.layout)
         if o.transfer is None:
             return self.value(o.tensor, indices, loops)
-        t = self.program.transfers[o.transfer]
-        made, key = self.value(t.tensor, indices, loops), self.key(t.tensor, indices, loops)
-        if (o.transfer, key[1]) not in self.resharded:
-            shape = self.program.result(t.tensor).shape
-            self.resharded[o.transfer, key[1]] = resharded(made, t.forward, shape, t.combine, self.devices)
-        return self.resharded[o.transfer, key[1]]
+        at = self.key(self.program.transfers[o.transfer].tensor, indices, loops)[1]
+        if (o.transfer, at) not in self.resharded:
+            beside = self._sent_beside(o.transfer)
+            given = {k: self.value(self.program.transfers[k].tensor, indices, loops) for k in beside}
+            self.resharded |= {(k, at): x for k, x in self._sent("there", given).items()}
+        return self.resharded[o.transfer, at]
+
+    def _sent_beside(self, transfer: int) -> list[int]:
+        """The transfers that may be in messages with this one, itself included."""
+        if transfer not in self._carried:
+            return [transfer]
+        makers = {k: self.program.maker[self.program.transfers[k].tensor] for k in self._carried}
+        return [k for k, op in makers.items() if op.op.loops == makers[transfer].op.loops]
+
+    @cached_property
+    def _carried(self) -> frozenset[int]:
+        """The transfers that messages carry."""
+        return frozenset(p.transfer for m in self.program.messages for p in m.chunks)
+
+    def _sent(self, way: TransferDirection, given: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """The values of transfers after their reshard steps, in messages if there are any. given: before the steps."""
+        sending = Sending(
+            program=self.program,
+            arrays=self.devices,
+            way=way,
+            values={(k, None): x for k, x in given.items()},
+            messages=messages_among(self.program, way, given),
+        )
+        return {k: sending.finished((k, None)) for k in given}
 
     def _source(self, op: LocalOp, indices: LoopIndices) -> tuple[LocalOperand, LoopIndices, Sequence[Scope]]:
         """The source of a carry's value in an iteration: (operand, in which iterations, of which loops)."""
@@ -331,9 +368,7 @@ class _NumpyRun:
         for r in op.results:
             for k, t in enumerate(self.program.transfers):
                 if t.tensor == r.tensor and (k, indices) in self.arriving:
-                    there = self.arriving[k, indices]
-                    returned = resharded(there, t.backward or (), r.shape, "sum", self.devices)
-                    _add(self.gradients, (r.tensor, indices), returned)
+                    _add(self.gradients, (r.tensor, indices), self._returned(k, indices))
         if op.op.kind in LEAF or (op.results[0].tensor, indices) not in self.gradients:
             return
         g, lead = self.gradients[op.results[0].tensor, indices], len(self.program.mesh.sizes)
@@ -354,6 +389,14 @@ class _NumpyRun:
             self._hand(o, out, indices, op.op.loops)
         else:
             self._pulled(op, g, indices)
+
+    def _returned(self, transfer: int, indices: LoopIndices) -> np.ndarray:
+        """The gradient of a transfer where its tensor is made."""
+        if (transfer, indices) not in self.returned:
+            beside = [k for k in self._sent_beside(transfer) if (k, indices) in self.arriving]
+            sent = self._sent("back", {k: self.arriving[k, indices] for k in beside})
+            self.returned |= {(k, indices): x for k, x in sent.items()}
+        return self.returned[transfer, indices]
 
     def _at(self, op: LocalOp, indices: LoopIndices) -> list[np.ndarray]:
         """The operands at which the derivative is taken: as they are read, or in the layout in which the gradient of a

@@ -88,11 +88,12 @@ class RingAttention(Generic[A]):
             q, k, v = self._dealt([q, k, v])
 
         def attended(q: A, keys: Sequence[A], causal: bool = False) -> list[A]:
-            result, sums = self.kernel.forward(q, *keys, causal=causal, scale=self.scale)
+            k, v = keys
+            result, sums = self.kernel.forward(q, k, v, causal=causal, scale=self.scale)
             return [self.arrays.cast(result, sums), sums]
 
         def visit(done: Sequence[A], queries: Sequence[A], keys: Sequence[A]) -> Sequence[A]:
-            return merged(done, attended(*queries, keys), self.arrays)
+            return merged(done, attended(queries[0], keys), self.arrays)
 
         first = attended(q, (k, v), self.causal)
         (result, sums), _ = self._around((q,), (k, v), first, (), visit)
@@ -107,8 +108,8 @@ class RingAttention(Generic[A]):
         by_query = (q, result, sums, gradient)
 
         def gradients(by_query: Sequence[A], keys: Sequence[A], causal: bool = False) -> list[A]:
-            q, result, sums, gradient = by_query
-            done = Attended(q, *keys, result, sums)
+            (q, result, sums, gradient), (k, v) = by_query, keys
+            done = Attended(q, k, v, result, sums)
             made = self.kernel.backward(done, gradient, causal=causal, scale=self.scale)
             return [self.arrays.cast(x, sums) for x in made]
 

@@ -256,6 +256,10 @@ class LocalProgram:
         t = self.transfers[transfer]
         return t.forward if way == "there" else t.backward or ()
 
+    def whole_shape(self, transfer: int) -> Extents:
+        """The shape of a transfer's whole tensor."""
+        return self.result(self.transfers[transfer].tensor).shape
+
     def stages(self, transfer: int, way: TransferDirection) -> tuple[LocalReshardStep, ...]:
         """A transfer's reshard steps that send anything, as a plan lists them."""
         return tuple(m for m in self.reshard_steps(transfer, way) if m.nbytes and not m.free)

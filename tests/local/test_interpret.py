@@ -18,11 +18,12 @@ from pase.compiler.meshes.search import search_meshes
 from pase.compiler.problem.variants import Variant
 from pase.errors import PaseError
 from pase.local.interpret import loss_and_gradients
-from pase.local.lower import local_program
+from pase.local.lower import local_program, program_of
 from pase.local.verify import verify_program
 from pase.machine import mesh_from
 from pase.tables.layouts import configs
 from tests.local.jaxpr_rules import plain_attention, rules_of
+from tests.local.programs import chunks_of, cut, joined
 
 
 def attending(p, x):
@@ -238,3 +239,31 @@ def test_jax_by_hand_and_numpy_agree(fn, k):
     for path, g in grads.items():
         there = pulled.get(names[path], np.zeros(g.shape))
         np.testing.assert_allclose(there, np.asarray(g), rtol=0, atol=1e-12 * max(1, np.abs(g).max()))
+
+
+@pytest.mark.parametrize("how", [None, joined, cut], ids=["ours", "joined", "cut"])
+@pytest.mark.parametrize("fn", [attending, branching, looping, reversing], ids=lambda fn: fn.__name__)
+def test_messages_change_no_number(fn, how):
+    """Those of a bucket plan, and those that join what is alike, as a whole or in two parts."""
+    made, values, *_ = case(fn)
+    plan, graph = made.plan("fsdp"), made.problem.graph
+    program = plan.scheduled("ours").jax.program
+    if how is not None:
+        messages = [m for way in ("there", "back") for m in how(program, way, chunks_of(program, way))]
+        program = replace(program, messages=tuple(messages))
+    verify_program(program)
+    assert {m.way for m in program.messages} == {"there", "back"}
+    rules = rules_of(made.traced.jaxpr.jaxpr)
+    value, grads = loss_and_gradients(program, graph, values, graph.outputs[0], rules)
+    want, wanted = loss_and_gradients(replace(program, messages=()), graph, values, graph.outputs[0], rules)
+    assert value == want and grads.keys() == wanted.keys()
+    for t, g in grads.items():
+        np.testing.assert_array_equal(g, wanted[t])
+
+
+def test_gradients_that_wait_for_later_steps_are_refused():
+    made, values, *_ = case(attending)
+    plan = made.plan("fsdp")
+    late = replace(program_of(made.problem.graph, plan.mesh, plan.strategy), period=2)
+    with pytest.raises(PaseError, match="in a later one"):
+        loss_and_gradients(late, made.problem.graph, values, made.problem.graph.outputs[0])

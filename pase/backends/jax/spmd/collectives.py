@@ -1,19 +1,14 @@
-"""Edges in JAX, inside ``shard_map``, whose gradients return as planned, and what messages send."""
+"""Edges in JAX, inside ``shard_map``: their gradients return as planned, and one may wait for another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.ops.arrays import JaxArrays, summed
-from pase.local.parts import view
-from pase.local.types import Extents, LocalReshardStep
-from pase.machine import Mesh
-
 if TYPE_CHECKING:
     from jax import Array
 
-__all__ = ["after", "from_wire", "on_wire", "sent", "there_and_back"]
+__all__ = ["after", "there_and_back"]
 
 
 def there_and_back(
@@ -42,41 +37,6 @@ def there_and_back(
         lambda _, g: (jax.numpy.zeros(held.shape, held.dtype), back(g)),
     )
     return onto_carrier(held, gradient_carrier)
-
-
-def on_wire(x: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -> Array:
-    """What an all-reduce, a reduce-scatter or an all-gather sends, [rows, elements].
-
-    A reduce-scatter has a row for each device, the others have one row.
-    """
-    if step.kind == "reduce_scatter":
-        front = JaxArrays(mesh).to_front(x, view(step, shape, mesh))
-        return front.reshape(front.shape[0], -1)
-    return x.reshape(1, -1)
-
-
-def sent(rows: Array, step: LocalReshardStep) -> Array:
-    """What arrives after sending the rows of ``on_wire``, [rows, elements]: from an all-gather, a row of each device.
-
-    The columns of several reshard steps of one kind over the same axes may be concatenated.
-    """
-    import jax
-
-    match step.kind:
-        case "reduce_scatter":
-            return jax.lax.psum_scatter(rows, step.axes, scatter_dimension=0, tiled=False)[None]
-        case "all_gather":
-            return jax.lax.all_gather(rows, step.axes, axis=0, tiled=True)
-        case _:
-            return summed(rows, step.axes)
-
-
-def from_wire(rows: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -> Array:
-    """The local array after the reshard step, from the rows that ``sent`` returns."""
-    if step.kind == "all_gather":
-        v = view(step, shape, mesh)
-        return JaxArrays(mesh).from_front(rows.reshape(rows.shape[0], *v.seen), v)
-    return rows.reshape(step.after.local_shape(shape, mesh))
 
 
 def after(x: Array, earlier: Array) -> Array:

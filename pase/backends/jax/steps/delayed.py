@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.messages import Sending
+from pase.backends.jax.spmd.messages import DeviceSending
 from pase.backends.jax.spmd.prefetch import prefetched
 from pase.backends.jax.spmd.values import Arrivals, NotManual, besides_equations, faults_at
 from pase.backends.jax.steps.updates import (
@@ -136,7 +136,7 @@ class _ReadParameters:
         messages = [m for m in self.program.messages if m.way == "there"]
         gathered = {p.transfer for m in messages for p in m.chunks}
         parts = self.parts(found)
-        sending = Sending(
+        sending = DeviceSending(
             program=self.program,
             way="there",
             values={part: x for part, x in parts.items() if part[0] in gathered},

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
-from pase.backends.jax.spmd.messages import JOINED, Sending
+from pase.backends.jax.spmd.messages import DeviceSending
 from pase.ir import Graph
+from pase.local.messages import JOINED
 from pase.local.types import LocalMessage, LocalProgram, TransferPart
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def sent_updates(
 
 def _sending(
     iteration: DelayedIteration, u: OpenUpdate, mine: WaitingGradients, last: dict[tuple[str, float], Array]
-) -> Sending:
+) -> DeviceSending:
     """The state of sending an update's gradients, after the messages of earlier iterations.
 
     last: shared by all updates that send in the same step.
@@ -260,7 +261,7 @@ def _sending(
     for key, x in mine["columns"].items():
         parts.setdefault((_part(key), key[2]), {})[key[3]] = x
     values = {_part(key): x for key, x in mine["values"].items()}
-    return Sending(
+    return DeviceSending(
         program=iteration.program,
         way="back",
         values=values,

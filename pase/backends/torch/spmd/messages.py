@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.errors import PaseError
+from pase.local.messages import columns_of_chunk
 from pase.local.parts import view
 from pase.local.reshard import resharded
 from pase.local.types import Extents, LocalMessage, LocalProgram, LocalReshardStep, MessageChunk
@@ -95,7 +96,7 @@ def _stages(program: LocalProgram) -> dict[SendStage, LocalReshardStep]:
 
 def _alike(program: LocalProgram, number: int, step: LocalReshardStep) -> tuple[object, ...]:
     """What the gradients of one collective have in common: its kind, axes, and the bytes of an element."""
-    shape = program.result(program.transfers[number].tensor).shape
+    shape = program.whole_shape(number)
     return (
         step.kind,
         step.axes,
@@ -303,7 +304,7 @@ class GradientSending:
     def _go_on(self, g: _Gradient) -> None:
         """Run the reshard steps of a gradient up to one that travels in a message, or to the end."""
         steps = self.program.reshard_steps(g.number, "back")
-        shape = self.program.result(self.program.transfers[g.number].tensor).shape
+        shape = self.program.whole_shape(g.number)
         assert g.array is not None
         while g.done < len(steps):
             stage = sum(1 for s in steps[: g.done] if s.nbytes and not s.free)
@@ -371,16 +372,17 @@ class GradientSending:
         pieces, spans = [], []
         for c, g in chunks:
             assert g.array is not None
-            rows, nbytes = self._rows(g, g.array), self._step(g).nbytes
-            begin, end = (round(b * rows.shape[-1] / nbytes) for b in (c.begin, c.begin + c.nbytes))
-            pieces.append(self.groups.narrow(rows, rows.dim() - 1, begin, end - begin))
-            spans.append((c, g, end - begin))
+            step = self._step(g)
+            shape = self.program.whole_shape(g.number)
+            pieces.append(columns_of_chunk(g.array, c, step, shape, self.groups))
+            spans.append((c, g, pieces[-1].shape[1]))
             g.begun += c.nbytes
-            if g.begun >= nbytes:  # otherwise, it would stay in memory until it arrives
+            if g.begun >= step.nbytes:  # otherwise, it would stay in memory until it arrives
                 g.shape, g.array = tuple(g.array.shape), None
-        step, alone = self._step(chunks[0][1]), len(pieces) == 1
-        wire = pieces[0] if alone else torch.cat(pieces, -1)
+        alone = len(pieces) == 1
+        wire = pieces[0] if alone else torch.cat(pieces, 1)
         if step.kind == "all_reduce":
+            wire = self.groups.reshape(wire, (wire.numel(),))
             wire = self.groups.started_all_reduce(wire, step.axes, overwrite=self.overwrites and not alone)
         else:
             wire = self.groups.started_reduce_scatter(wire, step.axes)
@@ -433,17 +435,9 @@ class GradientSending:
     def _step(self, g: _Gradient) -> LocalReshardStep:
         return self.program.reshard_steps(g.number, "back")[g.done]
 
-    def _rows(self, g: _Gradient, x: Tensor) -> Tensor:
-        """What a gradient's step sends: [elements], or [ranks, elements] if it is scattered."""
-        step = self._step(g)
-        if step.kind == "all_reduce":
-            return self.groups.reshape(x, (x.numel(),))
-        front, ways = self._front(g, x), self.groups.ways(step.axes)
-        return self.groups.reshape(front, (ways, front.numel() // ways))
-
     def _front(self, g: _Gradient, x: Tensor) -> Tensor:
         """A gradient to be scattered, of which each rank gets an equal part of the first dim."""
-        shape = self.program.result(self.program.transfers[g.number].tensor).shape
+        shape = self.program.whole_shape(g.number)
         v = view(self._step(g), shape, self.program.mesh)
         return x if v.along == (0, None) else self.groups.to_front(x, v)
 
@@ -483,5 +477,5 @@ class GradientSending:
             return tuple(g.root.shape)  # of the parameter, if the gradient is that of a view
         if step.kind == "all_reduce":
             return g.shape if g.array is None else tuple(g.array.shape)
-        whole = self.program.result(self.program.transfers[g.number].tensor).shape
+        whole = self.program.whole_shape(g.number)
         return step.after.local_shape(whole, self.program.mesh)
