@@ -3,7 +3,8 @@
 They are sent in buckets, in the order in which backward makes them. Each waits, in the size in which its reader makes
 it, until its bucket is full or backward makes no more of its kind; then the bucket is joined and sent. A sum takes the
 place of the joined gradients, and a part of one is an array of its own. Both are counted as gradients of the
-parameters (``pase.memory.account``), so here is what lives besides.
+parameters (``pase.memory.account``), so here is what lives besides. A bucket that is scattered lives on until the next
+one is joined, which is scattered over the same axes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class _SentGradient:
     made, stored: its bytes as it is made, and as it arrives.
     kept: the bytes of what the reader kept of the parameter, which are free by then.
     key: equal for those that one bucket may carry; None if it is sent by itself.
+    axes: over which it is summed.
     scattered: whether each device gets a part of the sum.
     copied: whether its order in memory is not the one in which it is sent.
     is_final: whether it is the parameter's own when it arrives, and not that of something made of it.
@@ -50,6 +52,7 @@ class _SentGradient:
     stored: float
     kept: float
     key: object
+    axes: tuple[int, ...]
     scattered: bool
     copied: bool
     is_final: bool
@@ -83,6 +86,7 @@ def gradients_in_transit(
     waits = np.zeros(len(graph.nodes) + 1)
     joins = np.zeros(len(graph.nodes) + 1)
     open_: dict[object, list[_SentGradient]] = {}
+    under_way: dict[tuple[int, ...], tuple[int, float]] = {}  # axes -> since when, and its bytes
     stays = 0.0
     full = min(FIRST_BUCKET_BYTES, bucket_bytes)
     for g in sent:
@@ -97,8 +101,15 @@ def gradients_in_transit(
             waits[g.at : x.at + 1] += x.made - x.stored
         copied = g.scattered if len(bucket) > 1 else g.copied
         joins[g.at] += sum(x.stored for x in bucket) + copied * made - g.kept
+        if g.scattered:
+            since, nbytes = under_way.pop(g.axes, (g.at, 0.0))
+            waits[g.at : since] += nbytes
+            joins[g.at] -= nbytes * (since > g.at)
+            under_way[g.axes] = g.at, made
         if any(x.is_final for x in bucket):
             stays += sum(x.stored for x in bucket if not x.is_final)
+    for since, nbytes in under_way.values():
+        waits[:since] += nbytes
     return GradientsInTransit(waits=waits, sends=waits + joins, stays=stays, of=frozenset(g.of for g in sent))
 
 
@@ -117,7 +128,7 @@ def _sent(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Iterat
                 continue
             summed = (made == PARTIAL) & (to != made)
             scattered = bool((summed & (to >= 0)).any())
-            axes = tuple(np.flatnonzero(summed & (to >= 0) if scattered else summed))
+            axes = tuple(np.flatnonzero(summed & (to >= 0) if scattered else summed).tolist())
             made_bytes = float(local_bytes(n, tensor, a, cfg, mesh)[0])
             moved = converted(graph, source, a.tensor) or way.resharded(stored, cfg, mesh)
             dims = [tensor_dim(int(d)) for d in to[list(axes)]] if scattered else []
@@ -133,6 +144,7 @@ def _sent(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Iterat
                 stored=float(local_bytes(source, tensor, source.write_of(a.tensor)[1], stored, mesh)[0]),
                 kept=made_bytes * kept,
                 key=(scattered, axes, tensor.itemsize) if axes else None,
+                axes=axes,
                 scattered=scattered,
                 copied=list(order) != sorted(order) or any(dims),
                 is_final=list(order) == sorted(order) and not is_made_by_call(source, a.tensor),

@@ -3,7 +3,7 @@
 The rank's step (forward, backward and the optimizer's update, op by op as in eager mode) runs on fake tensors. Every
 storage that an op makes counts from then until PyTorch frees it. What an op allocates only while it runs is not seen:
 the workspace of a product or a convolution, and the buffers of a communication library. Nor is what the allocator
-rounds up.
+rounds up. What a collective reads lives until it is waited for, because NCCL's process group holds it.
 """
 
 from __future__ import annotations
@@ -213,8 +213,15 @@ def _mode() -> type[TorchDispatchMode]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    wait = torch.ops._c10d_functional.wait_tensor.default
-    aten = torch.ops.aten
+    sent, aten = torch.ops._c10d_functional, torch.ops.aten
+    wait = sent.wait_tensor.default
+    # The other collectives sum a copy of what they are given.
+    held_until_wait = (
+        sent.all_gather_into_tensor.default,
+        sent.all_gather_into_tensor_out.default,
+        sent.all_to_all_single.default,
+        sent.reduce_scatter_tensor.default,
+    )
     zeros = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
     # PyTorch's derivatives of look-ups write into the zeros that they made, but not while something watches their ops.
     over_zeros = {
@@ -230,6 +237,7 @@ def _mode() -> type[TorchDispatchMode]:
             super().__init__()
             self.storages = storages
             self.fresh: object = None  # the zeros that the last op made
+            self.under_way: dict[int, object] = {}  # address of a collective's result -> what it reads
 
         def __torch_dispatch__(
             self,
@@ -240,7 +248,10 @@ def _mode() -> type[TorchDispatchMode]:
         ) -> Tree:
             self.storages.added = None  # what is freed from now on was held until here
             if func is wait:  # the result is the tensor itself, but a fake one would be another
-                return args[0]
+                (result,) = args
+                assert isinstance(result, torch.Tensor)
+                self.under_way.pop(result.untyped_storage()._cdata, None)
+                return result
             in_backward = torch._C._current_graph_task_id() != -1
             derivative = torch._C._current_autograd_node() if in_backward else None
             by = None if derivative is None else derivative._sequence_nr()
@@ -251,6 +262,8 @@ def _mode() -> type[TorchDispatchMode]:
             over = in_backward and func in over_zeros and args[0] is self.fresh
             made = (over_zeros[func] if over else func)(*args, **(kwargs or {}))
             self.fresh = made if func in zeros else None
+            if func in held_until_wait and isinstance(made, torch.Tensor):
+                self.under_way[made.untyped_storage()._cdata] = args[0]
             if in_backward:
                 self.storages.phase = "backward"
             for x in tree_leaves(made):

@@ -2,8 +2,10 @@
 
 An edge of a parameter hands its gradient over as soon as backward has made it (``GradientSending.give``), and autograd
 goes on without it. A message whose gradients are all there is joined and sent, and is waited for when backward has
-ended. Messages are those of the program's bucket plan. All other gradients travel in buckets, in the order in which
-backward should make them. What a message carries follows from the program alone, so it is the same on all ranks.
+ended. One that is scattered is waited for when the next is to be scattered over the same axes: until then, NCCL's
+process group holds what it reads, which is as large as the whole gradients. Messages are those of the program's bucket
+plan. All other gradients travel in buckets, in the order in which backward should make them. What a message carries
+follows from the program alone, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -113,6 +115,11 @@ def joined_chunks(program: LocalProgram, message: LocalMessage) -> Iterator[list
     yield from found.values()
 
 
+def _scatters(step: LocalReshardStep) -> tuple[str, ...]:
+    """The axes over which a reshard step scatters; none if it does not."""
+    return step.axes if step.kind == "reduce_scatter" else ()
+
+
 @dataclass(eq=False)
 class _Gradient:
     """A gradient on its way. root: the tensor, or the edge of autograd, that gets it. done: how many of its reshard
@@ -131,10 +138,11 @@ class _Gradient:
 @dataclass(frozen=True, eq=False)
 class _SentWire:
     """A collective that is under way. spans: chunks with their gradients and numbers of elements. views: parts of the
-    wire in the shapes of these gradients, if all are whole."""
+    wire in the shapes of these gradients, if all are whole. step: what it does."""
 
     wire: Tensor
     spans: Sequence[tuple[MessageChunk, _Gradient, int]]
+    step: LocalReshardStep
     views: Sequence[Tensor] = ()
 
 
@@ -214,6 +222,18 @@ class GradientSending:
     def _collectives(self) -> Sequence[Sequence[Sequence[MessageChunk]]]:
         """Message -> the chunks of each of its collectives."""
         return [list(joined_chunks(self.program, m)) for m in self.messages]
+
+    @cached_property
+    def _scattered_over(self) -> Sequence[Collection[tuple[str, ...]]]:
+        """Message -> the axes over which each of its collectives scatters."""
+        return [
+            {
+                axes
+                for (c, *_) in some
+                if (axes := _scatters(self.program.stages(c.transfer, "back")[c.stage]))
+            }
+            for some in self._collectives
+        ]
 
     @contextlib.contextmanager
     def opened(self, *, overwrites: bool = True) -> Iterator[None]:
@@ -344,7 +364,10 @@ class GradientSending:
 
     def _send(self, i: int) -> None:
         """Send a message with what of it is there, or has been under way in another."""
-        self._receive([w for w in self.under_way if any(map(self._sends_more, w.spans))])
+        over = self._scattered_over[i]
+        self._receive(
+            [w for w in self.under_way if _scatters(w.step) in over or any(map(self._sends_more, w.spans))]
+        )
         here = self.here.pop(i, None)
         if here is None:  # what arrived was the rest of it
             return
@@ -386,7 +409,7 @@ class GradientSending:
             wire = self.groups.started_all_reduce(wire, step.axes, overwrite=self.overwrites and not alone)
         else:
             wire = self.groups.started_reduce_scatter(wire, step.axes)
-        self.under_way.append(_SentWire(wire, spans))
+        self.under_way.append(_SentWire(wire, spans, step))
 
     def _are_whole(self, chunks: Sequence[tuple[MessageChunk, _Gradient]]) -> bool:
         """Whether these are several gradients, all of each, that can be joined by one op."""
@@ -415,7 +438,7 @@ class GradientSending:
         spans = [(c, g, x.numel() // ways) for c, g, x in whole]
         for _, g, _ in whole:
             g.array = None  # it would stay in memory until the message arrives
-        self.under_way.append(_SentWire(wire, spans, views))
+        self.under_way.append(_SentWire(wire, spans, step, views))
 
     def _cut(self, wire: Tensor, shapes: Sequence[Extents]) -> list[Tensor]:
         """The arrays of these shapes that lie one after another in a wire."""
