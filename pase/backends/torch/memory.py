@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -207,30 +207,44 @@ class _LiveStorages:
 
 
 @cache
+def _zeros() -> Collection[OpOverload]:
+    """The ops that make zeros."""
+    from torch import ops
+
+    return ops.aten.new_zeros.default, ops.aten.zeros.default, ops.aten.zeros_like.default
+
+
+@cache
+def _written_over_zeros() -> Mapping[OpOverload, OpOverload]:
+    """PyTorch's derivatives of look-ups write into the zeros that they made, but not while something watches their
+    ops: op -> what it is then."""
+    from torch import ops
+
+    return {
+        ops.aten.index_put.default: ops.aten.index_put_.default,
+        ops.aten.index_add.default: ops.aten.index_add_.default,
+        ops.aten.scatter_add.default: ops.aten.scatter_add_.default,
+        ops.aten.scatter.src: ops.aten.scatter_.src,
+        ops.aten.scatter.value: ops.aten.scatter_.value,
+    }
+
+
+@cache
 def _mode() -> type[TorchDispatchMode]:
     """The class of the tracker. It is created on first use, because it needs PyTorch."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    sent, aten = torch.ops._c10d_functional, torch.ops.aten
-    wait = sent.wait_tensor.default
+    sent, over_zeros = torch.ops._c10d_functional, _written_over_zeros()
+    wait, into = sent.wait_tensor.default, sent.all_gather_into_tensor_out.default
     # The other collectives sum a copy of what they are given.
     held_until_wait = (
         sent.all_gather_into_tensor.default,
-        sent.all_gather_into_tensor_out.default,
+        into,
         sent.all_to_all_single.default,
         sent.reduce_scatter_tensor.default,
     )
-    zeros = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
-    # PyTorch's derivatives of look-ups write into the zeros that they made, but not while something watches their ops.
-    over_zeros = {
-        aten.index_put.default: aten.index_put_.default,
-        aten.index_add.default: aten.index_add_.default,
-        aten.scatter_add.default: aten.scatter_add_.default,
-        aten.scatter.src: aten.scatter_.src,
-        aten.scatter.value: aten.scatter_.value,
-    }
 
     class Tracker(TorchDispatchMode):
         def __init__(self, storages: _LiveStorages) -> None:
@@ -256,12 +270,15 @@ def _mode() -> type[TorchDispatchMode]:
             derivative = torch._C._current_autograd_node() if in_backward else None
             by = None if derivative is None else derivative._sequence_nr()
             added = None
-            if func is aten.add.Tensor and by is not None and isinstance(args[0], torch.Tensor):
+            if func is torch.ops.aten.add.Tensor and by is not None and isinstance(args[0], torch.Tensor):
                 sum_of = self.storages.of(args[0])
                 added = sum_of if sum_of.by not in (None, by) else None  # not part of the derivative itself
             over = in_backward and func in over_zeros and args[0] is self.fresh
-            made = (over_zeros[func] if over else func)(*args, **(kwargs or {}))
-            self.fresh = made if func in zeros else None
+            kwargs = kwargs or {}
+            made = (over_zeros[func] if over else func)(*args, **kwargs)
+            if func is into:  # a fake result is another tensor, with memory of its own
+                made = kwargs["out"]
+            self.fresh = made if func in _zeros() else None
             if func in held_until_wait and isinstance(made, torch.Tensor):
                 self.under_way[made.untyped_storage()._cdata] = args[0]
             if in_backward:

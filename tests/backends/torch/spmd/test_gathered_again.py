@@ -241,7 +241,7 @@ def test_a_target_that_gathers_again_is_asked_to() -> None:
     space = machine.load("h100x8").device.workspace_bytes
     fsdp2 = {"target": "fsdp2", "mesh": "shard=4"}
     free = within(None, **fsdp2)
-    limit = 0.6 * (free.memory.total - space)
+    limit = 0.7 * (free.memory.total - space)  # gathered again it needs 0.61, otherwise 0.86
     with pytest.raises(Infeasible):
         within(limit, regather="none", **fsdp2)
     found = [within(limit, regather=asked, **fsdp2) for asked in ("auto", "all")]
