@@ -11,7 +11,7 @@ from pase.machine import Mesh
 from pase.tables.axis_layout import REPLICATED, digit_state, forward_states, tensor_dim
 from pase.tables.layouts import configs, dim_index, write_rule
 
-__all__ = ["as_fixed", "fixed_layout", "why_not"]
+__all__ = ["as_fixed", "fixed_layout", "misfit", "why_not"]
 
 
 def fixed_layout(graph: Graph, node: Node) -> FixedLayout | None:
@@ -41,18 +41,24 @@ def as_fixed(node: Node, cfg: np.ndarray, mesh: Mesh, layout: FixedLayout) -> np
     return np.asarray(((states == wanted) | within).all(axis=1))
 
 
-def why_not(graph: Graph, mesh: Mesh) -> str | None:
-    """Why no strategy on this mesh keeps the layouts that the user fixed; None if every layout can be kept."""
+def misfit(graph: Graph, mesh: Mesh) -> tuple[FixedLayout, str] | None:
+    """The first layout that the user fixed and that no strategy on this mesh keeps, and why; None if there is none."""
     for n in graph.nodes:
         layout = fixed_layout(graph, n)
         if layout is None:
             continue
         if layout.mesh.parts(mesh.sizes) is None:
             shape = "×".join(map(str, mesh.sizes))
-            return f"the mesh {shape} cannot hold the layout of '{layout.path}', {layout}"
+            return layout, f"the mesh {shape} cannot hold the layout of '{layout.path}', {layout}"
         if not as_fixed(n, configs(n, mesh), mesh, layout).any():
-            return f"'{layout.path}' cannot be stored as {layout}: {_reason(n, layout)}"
+            return layout, f"'{layout.path}' cannot be stored as {layout}: {_reason(n, layout)}"
     return None
+
+
+def why_not(graph: Graph, mesh: Mesh) -> str | None:
+    """Why no strategy on this mesh keeps the layouts that the user fixed; None if every layout can be kept."""
+    found = misfit(graph, mesh)
+    return None if found is None else found[1]
 
 
 def _reason(node: Node, layout: FixedLayout) -> str:
@@ -63,6 +69,8 @@ def _reason(node: Node, layout: FixedLayout) -> str:
     for dim, (axes, walk) in enumerate(zip(layout.dims, access.map.walks, strict=True)):
         size = np.prod([int(node.space.dims[i].size) for i in dim_index(node, walk.dims)], dtype=int)
         split = int(np.prod([ways[a] for a in axes or ()], dtype=int))
+        if axes and any(node.space.dims[i].kind == "replicated" for i in dim_index(node, walk.dims)):
+            return f"its dim {dim} cannot be split, because a loop runs over it or an op reads it whole"
         if size % split:
             return f"{split} devices do not divide the {size} elements of its dim {dim}"
         if axes and list(axes) != sorted(axes, key=place.__getitem__):

@@ -118,6 +118,18 @@ def test_a_constraint_that_cannot_be_kept_is_named() -> None:
     assert e.value.fix == "change its layout, or leave out the constraint 'batch'"
 
 
+def test_a_constraint_on_the_dim_of_a_loop_is_named_alone() -> None:
+    def looped(p: Any, x: Any) -> Any:
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])
+        return jnp.mean((h @ p["head"]) ** 2)
+
+    params = {"layers": shape(4, WIDTH, WIDTH), "head": shape(WIDTH, WIDTH)}
+    asked = {"layers": ("model", None, None), "head": (None, "model")}
+    with pytest.raises(PaseError, match="its dim 0 cannot be split, because a loop runs over it") as e:
+        planned(asked, looped, params, shape(8, WIDTH))
+    assert e.value.fix == "change its layout, or leave out the constraint 'layers'"
+
+
 def test_the_batch_is_what_holds_examples() -> None:
     """Not a key, a table or the Variables of a model, which have no names that the user wrote."""
     from flax import nnx

@@ -13,7 +13,7 @@ from pase.errors import Infeasible, PaseError
 from pase.frontends.registry import NotInParts
 from pase.ir import FixedLayout, Remark
 from pase.ir.fixed import to_free
-from pase.tables.fixed import why_not
+from pase.tables.fixed import misfit, why_not
 
 if TYPE_CHECKING:
     from pase.compiler.problem.pricing import Summed
@@ -243,5 +243,6 @@ def _check_fixed(graph: Graph, devices: int) -> None:
             where=f"'{first.path}'",
             fix=f"give devices={own.devices}, or {to_free(graph.fixed.values())}",
         )
-    if (why := why_not(graph, own)) is not None:
-        raise PaseError(why, fix=f"change its layout, or {to_free(graph.fixed.values())}")
+    if (found := misfit(graph, own)) is not None:
+        layout, why = found
+        raise PaseError(why, fix=f"change its layout, or {to_free([layout])}")
