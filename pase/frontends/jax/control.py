@@ -96,7 +96,7 @@ def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     nc, nk = scan_groups(eqn)
     inner = lower.inner()
     inner.constants(jaxpr, values)
-    at, source = b.eqn, b.source
+    at, source = _place(prefix), b.source
     consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
     _loop_copies(lower, inner, consts, eqn.invars[:nc], at, "const")
     carried = _carried(lower, inner, carry, eqn.invars[nc : nc + nk], at)
@@ -130,7 +130,7 @@ def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     """A while loop: condition and body count times the trip count. JAX cannot differentiate it, so it has no
     gradient."""
     b, p = lower.b, eqn.params
-    at, source = b.eqn, b.source
+    at, source = _place(prefix), b.source
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     (cond, of_cond), (body, of_body) = opened(p["cond_jaxpr"]), opened(p["body_jaxpr"])
     trip_count = lower.told.trip_count(eqn, b)
@@ -164,7 +164,7 @@ def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     if by_platform(eqn):
         _one_platform(lower, eqn, prefix)
         return
-    at, source, line = b.eqn, b.source, b.line
+    here, at, source, line = b.eqn, _place(prefix), b.source, b.line
     opened_bodies = [opened(c) for c in eqn.params["branches"]]
     bodies = [body for body, _ in opened_bodies]
     name = lower.told.next_cond()
@@ -193,7 +193,7 @@ def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
                 results.append(branches.leave(b, before))
                 lower.operands[b.eqn], lower.results[b.eqn] = (before.name,), (results[-1].name,)
             made.append(results)
-    b.eqn, index = at, lower.read(eqn.invars[0])
+    b.eqn, index = here, lower.read(eqn.invars[0])
     lower.write(eqn.outvars, [branches.meet(b, index, same) for same in zip(*made, strict=True)])
 
 
@@ -266,6 +266,15 @@ def shard_map(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
         f"for the shard_map at {b.line}, work and layouts are priced, but not the collectives inside it",
     )
     lower.write(eqn.outvars, indexed.manual(b, "shard_map", inputs, outs, axes, flops=flops))
+
+
+def _place(prefix: str) -> Place:
+    """The place of an equation, by the prefix of the equations inside of it.
+
+    In a call with a custom derivative rule, ops have the call's place, but what enters and leaves a loop has a place of
+    its own: there may be several loops, and a backend may walk them.
+    """
+    return Place(prefix.removesuffix("."))
 
 
 def _loop_copies(
