@@ -46,7 +46,7 @@ test-release: $(ALL) ## before a release: the same tests on more models, every b
 
 test-corpus: $(CORPUS) ## before a release: the programs of other libraries, in an environment of their own (two CPU hours)
 	$(CORPUS_VENV)/bin/python -m pytest -n $(JOBS) -m corpus $(ARGS)
-	$(CORPUS_VENV)/bin/python -m bench.programs $(PROGRAMS)
+	$(CORPUS_VENV)/bin/python -m bench programs $(PROGRAMS)
 
 test-root: $(STAMP) ## the tests that need root and iproute2: networks of namespaces, taken down again
 	$(BIN)/python -m pytest -m root $(ARGS)
@@ -75,7 +75,7 @@ format: $(STAMP) ## let ruff rewrite the code
 	$(BIN)/ruff format .
 
 netlab: $(STAMP) ## measure strategies and bucket plans on real, slow networks (a few minutes; root, iproute2)
-	$(BIN)/python -m bench.netlab quick
+	$(BIN)/python -m bench netlab quick
 
 docs: $(STAMP) ## docs/ as a site in build/site, with search; every link is checked
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt 'mkdocs-material>=9.5' 'mkdocstrings[python]>=0.26'
@@ -83,7 +83,7 @@ docs: $(STAMP) ## docs/ as a site in build/site, with search; every link is chec
 
 screenshots: $(STAMP) ## every page in a browser, checked and pictured (playwright, and a Chromium of the system)
 	$(BIN)/python -m pip install -q --disable-pip-version-check playwright
-	$(BIN)/python -m bench.pages.screenshots
+	$(BIN)/python -m bench pages.screenshots
 
 clean: ## remove .venv and all that was built
 	rm -rf $(VENV) $(CORPUS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,13 +1,13 @@
 """Lists the benches, or runs one.
 
 python -m bench                              # all benches by folder
-python -m bench search.growth --only "5 layers"  # one, with its options; as python -m bench.search.growth
+python -m bench search.growth --only "5 layers"  # one, with its options
 """
 
 from __future__ import annotations
 
-import runpy
 import sys
+from importlib import import_module
 from itertools import groupby
 from textwrap import wrap
 
@@ -16,7 +16,15 @@ def main() -> None:
     """Prints the list of benches, or runs the bench that the command line names."""
     from bench.runner import COLUMNS, benches
 
-    split = [(*name.rpartition("."), name, first) for name, first in benches().items()]
+    every = benches()
+    if sys.argv[1:] and not sys.argv[1].startswith("-"):
+        name = sys.argv[1].replace("/", ".")
+        if name not in every:
+            raise SystemExit(f"there is no bench '{name}'; python -m bench lists them")
+        sys.argv[:2] = [f"python -m bench {name}"]
+        module = import_module(every[name][0])
+        sys.exit(module.BENCH.run(doc=module.__doc__) if hasattr(module, "BENCH") else module.main())
+    split = [(*name.rpartition("."), name, first) for name, (_, first) in every.items()]
     for folder, group in groupby(sorted(split), lambda bench: bench[0]):
         print(f"\n{folder or 'bench'}")
         for *_, name, first in group:
@@ -26,8 +34,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and not sys.argv[1].startswith("-"):
-        name = sys.argv.pop(1).replace("/", ".")
-        runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=True)
-    else:
-        main()
+    main()

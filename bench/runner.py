@@ -52,16 +52,11 @@ def provenance() -> dict[str, Any]:
     The commit ends in ``-dirty`` if there were uncommitted changes.
     """
     git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    script = Path(sys.argv[0]).resolve()
-    # argv[0] is the package's __main__.py for ``python -m bench.netlab``, and the module's file otherwise.
-    path = script.parent if script.name == "__main__.py" else script.with_suffix("")
-    inside = path.is_relative_to(ROOT)
-    name = ["-m", ".".join(path.relative_to(ROOT).parts)] if inside else [str(script)]
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "python": platform.python_version(),
         "commit": subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip() or None,
-        "command": " ".join(["python", *name, *sys.argv[1:]]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "load_1min": round(os.getloadavg()[0], 2),
     }
@@ -147,15 +142,17 @@ def numbers(text: str) -> list[int]:
     return [n for first, _, last in parts for n in range(int(first), int(last or first) + 1)]
 
 
-def benches() -> dict[str, str]:
-    """Returns the first line of each bench's docstring, by its name as in ``python -m bench NAME``."""
+def benches() -> dict[str, tuple[str, str]]:
+    """Returns each bench's module, which has BENCH or ``main``, and the first line of its docstring, by its name as in
+    ``python -m bench NAME``."""
     found = {}
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         path = file.relative_to(Path(__file__).parent).with_suffix("")
         parts = path.parts[:-1] if path.name == "__main__" else path.parts
-        if parts and '\nif __name__ == "__main__":' in text:
-            found[".".join(parts)] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        if parts and re.search(r"^(BENCH = |def main\(\))", text, re.M):
+            first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+            found[".".join(parts)] = ".".join(("bench", *path.parts)), first
     return found
 
 
@@ -240,12 +237,12 @@ class Benchmark:
     current: Callable[[Any], bool] = lambda row: True
     instead: Callable[..., bool] = lambda: False
 
-    def parser(self) -> argparse.ArgumentParser:
-        """Returns the parser of the common options and of the bench's own."""
+    def parser(self, doc: str | None = None) -> argparse.ArgumentParser:
+        """Returns the parser of the common options and of the bench's own. doc: its help."""
         page = [option("--page", "--render", action="store_true", help="make the page, measure nothing")]
         of = self.result if isinstance(self.result, str) else "NAME"
         made = parser(
-            sys.modules["__main__"].__doc__,
+            doc,
             of,
             *self.options,
             *COMMON,
@@ -255,9 +252,9 @@ class Benchmark:
         made.set_defaults(resume=self.resumes)
         return made
 
-    def run(self, arguments: Sequence[str] | None = None) -> None:
-        """Runs the bench by its command line: measures rows, prints them, and saves them."""
-        given = self.parser().parse_args(arguments)
+    def run(self, arguments: Sequence[str] | None = None, *, doc: str | None = None) -> None:
+        """Runs the bench by its command line: measures rows, prints them, and saves them. doc: its help."""
+        given = self.parser(doc).parse_args(arguments)
         if not isinstance(self.result, str) and given.out == RESULTS / "NAME.json":
             given.out = RESULTS / f"{_called(self.result, given=given)}.json"
         given.only = [*given.only, *given.texts]

@@ -1,6 +1,6 @@
 """False alarms and missed faults of ``plan.jax.check``.
 
-    python -m bench.audit.check_rates --seeds 0-20 --zoo mlp gpt2
+    python -m bench audit.check_rates --seeds 0-20 --zoo mlp gpt2
 
 The programs are those of the composer (float64), in each way to plan and run them, and zoo models in their reduced
 sizes (float32). Each is checked as it is, and with planted faults (``bench/audit/check_faults.py``). A fault does harm
@@ -274,7 +274,3 @@ BENCH = Benchmark(
     environment=ENVIRONMENT,
     resumes=True,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

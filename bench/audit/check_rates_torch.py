@@ -1,6 +1,6 @@
 """False alarms and missed faults of ``plan.torch.check``.
 
-    python -m bench.audit.check_rates_torch --seeds 0-20
+    python -m bench audit.check_rates_torch --seeds 0-20
 
 The programs are those of the composer (float64), on four ranks that are threads. Each is checked as it is, and with one
 of these faults: a wrong gradient of a parameter on one rank or on all, gradients of another batch, gradients of an
@@ -225,7 +225,3 @@ BENCH = Benchmark(
     prepare=prepare,
     resumes=True,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

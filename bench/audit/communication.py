@@ -1,12 +1,12 @@
 """Audits communication: predicted bytes against compiled programs.
 
-    python -m bench.audit.communication               # each reduced zoo model and strategy; an hour on two cores
-    python -m bench.audit.communication gpt2 mlp      # the rows of these models again
-    python -m bench.audit.communication --32 gpt2     # on 32 devices: compiled, not run
-    python -m bench.audit.communication --lines vit_l16 ours@2x4  # the collectives without a partner, one by one
-    python -m bench.audit.communication --manual "gpt2 ours"      # the manual lowering; with --32 compiled, not run
-    python -m bench.audit.communication --without=cse gpt2        # manual rows that differ, without this pass of XLA
-    python -m bench.audit.communication --page        # docs/evidence/communication.md from the result files
+    python -m bench audit.communication               # each reduced zoo model and strategy; an hour on two cores
+    python -m bench audit.communication gpt2 mlp      # the rows of these models again
+    python -m bench audit.communication --32 gpt2     # on 32 devices: compiled, not run
+    python -m bench audit.communication --lines vit_l16 ours@2x4  # the collectives without a partner, one by one
+    python -m bench audit.communication --manual "gpt2 ours"      # the manual lowering; with --32 compiled, not run
+    python -m bench audit.communication --without=cse gpt2        # manual rows that differ, without this pass of XLA
+    python -m bench audit.communication --page        # docs/evidence/communication.md from the result files
 
 It also compares the step's numbers with the unsharded step. The devices are 8 JAX host devices, or 32. Writes
 bench/results/comm_truth.json (manual lowering: comm_truth_manual.json) and docs/evidence/communication.md.
@@ -231,7 +231,3 @@ BENCH = Benchmark(
     instead=lines,
     page=write_page,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -3,8 +3,8 @@
 It needs JAX's CUDA plugin of JAX's own version, which is no part of the default extras:
 
     python -m venv /tmp/gpu && /tmp/gpu/bin/pip install -c constraints.txt -e ".[jax,verify-cuda]"
-    /tmp/gpu/bin/python -m bench.audit.gpu --resume       # 6 to 190 s for each row
-    /tmp/gpu/bin/python -m bench.audit.gpu gpt2           # the rows of these models
+    /tmp/gpu/bin/python -m bench audit.gpu --resume       # 6 to 190 s for each row
+    /tmp/gpu/bin/python -m bench audit.gpu gpt2           # the rows of these models
 
 One train step is compiled ahead of time under several strategies; nothing is run. Seconds are a roofline of the
 compiled program (``pase.hlo.kernels``). Writes bench/results/gpu_aot.json: a row per model, method, lowering, number
@@ -89,7 +89,3 @@ BENCH = Benchmark(
     environment={"JAX_PLATFORMS": "cpu"},
     resumes=True,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

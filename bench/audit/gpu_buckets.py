@@ -2,8 +2,8 @@
 
 It needs JAX's CUDA plugin, as bench.audit.gpu does:
 
-    /tmp/gpu/bin/python -m bench.audit.gpu_buckets        # 7 s for each row
-    /tmp/gpu/bin/python -m bench.audit.gpu_buckets gpt2   # the rows of this model
+    /tmp/gpu/bin/python -m bench audit.gpu_buckets        # 7 s for each row
+    /tmp/gpu/bin/python -m bench audit.gpu_buckets gpt2   # the rows of this model
 
 A train step with data parallelism on 8 H100 is compiled ahead of time under the bucket plan of each policy, once as XLA
 does by default and once with a threshold of one byte for its own joining of collectives. Nothing is run. Messages are
@@ -73,7 +73,3 @@ BENCH = Benchmark(
     environment={"JAX_PLATFORMS": "cpu"},
     resumes=True,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

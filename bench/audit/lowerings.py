@@ -1,7 +1,7 @@
 """Compile time and step time of the annotated and the manual lowering.
 
-    python -m bench.audit.lowerings                # reduced zoo models under a few strategies; ten minutes
-    python -m bench.audit.lowerings --only "mlp"   # these rows again
+    python -m bench audit.lowerings                # reduced zoo models under a few strategies; ten minutes
+    python -m bench audit.lowerings --only "mlp"   # these rows again
 
 For each model and strategy, the train step of one plan is lowered as annotated, as manual, as manual with prefetching
 loops (the default), and as manual with the messages of the policy ``ours``. Compile time is the CPU time of this
@@ -107,7 +107,3 @@ BENCH = Benchmark(
     head=versions,
     environment={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

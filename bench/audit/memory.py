@@ -1,7 +1,7 @@
 """Audits memory: predicted peak bytes against XLA's buffer assignment.
 
-    python -m bench.audit.memory             # every reduced zoo model on 8 host devices; minutes
-    python -m bench.audit.memory gpt2 mlp    # the rows of these models again
+    python -m bench audit.memory             # every reduced zoo model on 8 host devices; minutes
+    python -m bench audit.memory gpt2 mlp    # the rows of these models again
 
 Writes bench/results/memory_truth.json.
 """
@@ -82,7 +82,3 @@ BENCH = Benchmark(
     order=lambda _, row: (row["model"], row["strategy"]),
     environment={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Compares our layouts with those of mesh_tensorflow.auto_mtf.
 
-    python -m bench.audit.mesh_tf [mlp]
+    python -m bench audit.mesh_tf [mlp]
 
 A Keras model is read, and a Mesh-TensorFlow program is written for a plan that splits nothing: each dim has one name,
 and auto_mtf chooses the layout of the dims. Its choice is then priced as a strategy on our graph (the search fills in
@@ -250,7 +250,3 @@ BENCH = Benchmark(
     head={"devices": DEVICES, "mesh": MESH, "runs": RUNS},
     line=lambda name, r: f"{name} costs {r['ratio']:.2f} times ours",
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,8 +1,8 @@
 """Audits residuals: what backward keeps, against JAX and PyTorch.
 
-    python -m bench.audit.residuals           # all groups: zoo, patterns, composer, torch; minutes
-    python -m bench.audit.residuals zoo       # this group again
-    python -m bench.audit.residuals composer --seeds 10
+    python -m bench audit.residuals           # all groups: zoo, patterns, composer, torch; minutes
+    python -m bench audit.residuals zoo       # this group again
+    python -m bench audit.residuals composer --seeds 10
 
 Everything is on one device. A row has bytes, without parameters and inputs. ``kept``: what the plan says backward keeps
 of forward (without what a rematerialized region recomputes). ``listed``: what ``jax.linearize`` lists or PyTorch's
@@ -189,7 +189,3 @@ BENCH = Benchmark(
     at="groups",
     options=[option("--seeds", type=int, default=SEEDS, help="how many programs of the composer")],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,7 +1,7 @@
 """Reads every model of keras.applications by the TensorFlow frontend.
 
-    python -m bench.audit.tf_applications          # all 40; 20 minutes on two cores
-    python -m bench.audit.tf_applications VGG19    # these again
+    python -m bench audit.tf_applications          # all 40; 20 minutes on two cores
+    python -m bench audit.tf_applications VGG19    # these again
 
 A row has the multiply-adds, parameters, nodes and seconds of a model. The shapes of all results are compared with
 TensorFlow's own inference. Writes bench/results/tf_applications.json.
@@ -100,7 +100,3 @@ BENCH = Benchmark(
     head={"keras": keras.__version__, "batch": BATCH},
     prepare=_unweighted,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,8 +1,8 @@
 """Audits plans of PyTorch models: their numbers and collectives.
 
-    python -m bench.audit.torch                      # twelve models, eight strategies; 10 minutes on one core
-    python -m bench.audit.torch --only Llama         # these again
-    python -m bench.audit.torch --page               # docs/evidence/torch-steps.md from the result file
+    python -m bench audit.torch                      # twelve models, eight strategies; 10 minutes on one core
+    python -m bench audit.torch --only Llama         # these again
+    python -m bench audit.torch --page               # docs/evidence/torch-steps.md from the result file
 
 Numbers: in float64, on 4 ranks that are threads of one process (a 2x2 mesh, or 4), the loss, every gradient, and the
 parameters and buffers after an update by AdamW are compared with the unsharded step. ``gloo``: the same with four
@@ -233,7 +233,3 @@ BENCH = Benchmark(
     line=lambda name, row: f"{name} {row.get('error') or summary({name: row})}",
     page=write_page,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,10 +1,10 @@
 """Which PyTorch model classes can be read and searched.
 
-    python -m bench.audit.torch_coverage                       # each class without a row by the present reader
-    python -m bench.audit.torch_coverage --only Llama --again  # these again
-    python -m bench.audit.torch_coverage --sample 40           # some, spread evenly over the alphabet
-    python -m bench.audit.torch_coverage --failing             # those that torch.export takes and pase does not
-    python -m bench.audit.torch_coverage --list timm           # another list: huggingface, timm, torchvision
+    python -m bench audit.torch_coverage                       # each class without a row by the present reader
+    python -m bench audit.torch_coverage --only Llama --again  # these again
+    python -m bench audit.torch_coverage --sample 40           # some, spread evenly over the alphabet
+    python -m bench audit.torch_coverage --failing             # those that torch.export takes and pase does not
+    python -m bench audit.torch_coverage --list timm           # another list: huggingface, timm, torchvision
 
 The lists are the causal language models of the installed transformers, and three from PyTorch's own benchmarks
 (pytorch/pytorch, benchmarks/dynamo/*_models_list.txt, read 2026-11-22): the classes of transformers, the models of
@@ -441,7 +441,3 @@ BENCH = Benchmark(
     resumes=True,
     current=lambda row: row.get("reader") == reader(),
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,7 +1,7 @@
 """Counts what a rank of a PyTorch plan does besides PyTorch's own step: dispatched ops, and bytes saved for backward.
 
-    python -m bench.audit.torch_dispatch                  # six models, six strategies; two minutes on one core
-    python -m bench.audit.torch_dispatch --only "GPT-2"
+    python -m bench audit.torch_dispatch                  # six models, six strategies; two minutes on one core
+    python -m bench audit.torch_dispatch --only "GPT-2"
 
 Each row is one model under one strategy: forward and backward of rank 0, after a first step, against the model's own
 forward and backward on the whole batch. ``ops``: what PyTorch dispatches below autograd, views and collectives
@@ -179,7 +179,3 @@ BENCH = Benchmark(
     "{model} {strategy}",
     apart=APART,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,7 +1,7 @@
 """Compares a PyTorch step that gathers parameters again for backward with one that keeps them gathered, under FSDP.
 
-    python -m bench.audit.torch_gathered_again                  # twelve models on 8 devices; five minutes on one core
-    python -m bench.audit.torch_gathered_again --only "GPT-2"
+    python -m bench audit.torch_gathered_again                  # twelve models on 8 devices; five minutes on one core
+    python -m bench audit.torch_gathered_again --only "GPT-2"
 
 Each row is one model, with messages of an eighth of its parameters, so that these small models are gathered piece by
 piece, as large ones are. ``kept`` and ``again``: the tracked and the predicted peak of rank 0 with Adam (as in
@@ -56,7 +56,3 @@ def measured(model: str) -> dict[str, Any]:
 
 
 BENCH = Benchmark("torch_gathered_again", list(MODELS), measured, "{model}", apart=APART)
-
-
-if __name__ == "__main__":
-    BENCH.run()

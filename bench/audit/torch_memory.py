@@ -1,7 +1,7 @@
 """Compares the peak memory that a plan predicts for a PyTorch step with what a rank's step keeps on fake tensors.
 
-    python -m bench.audit.torch_memory                  # twelve models, four strategies, 8 and 32 devices; 20 minutes
-    python -m bench.audit.torch_memory --only "GPT-2"   # or " 8": all models on 8 devices
+    python -m bench audit.torch_memory                  # twelve models, four strategies, 8 and 32 devices; 20 minutes
+    python -m bench audit.torch_memory --only "GPT-2"   # or " 8": all models on 8 devices
 
 Each row is one model under one strategy on 8 or 32 devices: ``plan.torch.memory(rank=0)``, with Adam. ``ratio``:
 predicted / tracked peak, without the workspace of products, which fake tensors do not have. ``tracked`` and
@@ -71,7 +71,3 @@ BENCH = Benchmark(
     "{model} {strategy} {devices}",
     apart=APART,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

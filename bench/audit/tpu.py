@@ -3,12 +3,12 @@
 libtpu changes how JAX starts, so this bench has its own environment:
 
     uv venv -p 3.11 /tmp/tpu && uv pip install --python /tmp/tpu/bin/python -e ".[jax]" jax==0.10.2 libtpu==0.0.51
-    /tmp/tpu/bin/python -m bench.audit.tpu               # compiles what has changed, 20 to 120 s for each row
-    /tmp/tpu/bin/python -m bench.audit.tpu gpt2          # the rows of these models
-    /tmp/tpu/bin/python -m bench.audit.tpu --recompile "gpt2: ours"         # compiles these in any case
-    /tmp/tpu/bin/python -m bench.audit.tpu --keep /tmp/texts "gpt2: ours"   # also writes the compiled programs
-    python -m bench.audit.tpu --predict                  # predicts again what the file has; compiles nothing
-    python -m bench.audit.tpu --page                     # the tables of docs/evidence/tpu.md from the result file
+    /tmp/tpu/bin/python -m bench audit.tpu               # compiles what has changed, 20 to 120 s for each row
+    /tmp/tpu/bin/python -m bench audit.tpu gpt2          # the rows of these models
+    /tmp/tpu/bin/python -m bench audit.tpu --recompile "gpt2: ours"         # compiles these in any case
+    /tmp/tpu/bin/python -m bench audit.tpu --keep /tmp/texts "gpt2: ours"   # also writes the compiled programs
+    python -m bench audit.tpu --predict                  # predicts again what the file has; compiles nothing
+    python -m bench audit.tpu --page                     # the tables of docs/evidence/tpu.md from the result file
 
 One train step is compiled ahead of time under several strategies; nothing is run. Cycles are the compiler's estimates.
 It gives none for collectives that are not overlapped (``waiting``); those are priced with the machine file's links.
@@ -288,7 +288,3 @@ BENCH = Benchmark(
     environment={"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
     page=write_page,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,7 +1,7 @@
 """The collectives that XLA for TPU makes of gathers and scattered sums.
 
-    /tmp/tpu/bin/python -m bench.audit.tpu_forms        # in the environment of bench/audit/tpu.py; seconds per row
-    /tmp/tpu/bin/python -m bench.audit.tpu_forms --only 8192x2048
+    /tmp/tpu/bin/python -m bench audit.tpu_forms        # in the environment of bench/audit/tpu.py; seconds per row
+    /tmp/tpu/bin/python -m bench audit.tpu_forms --only 8192x2048
 
 Each row is a program under ``shard_map``, compiled ahead of time and not run: a product whose partial result on every
 device is scattered along one of its dims, or a weight that is gathered and read by a product. A scatter is "tiled"
@@ -148,7 +148,3 @@ BENCH = Benchmark(
     line=lambda name, r: f"{r['name']}: {r['compiled']}",
     environment={"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,12 +1,12 @@
 """Programs composed from patterns, compared with the unsharded step.
 
-    python -m bench.composer                              # 5,000 programs in JAX; rows in the result file are kept
-    python -m bench.composer --framework torch            # 2,000 in PyTorch
-    python -m bench.composer --seeds 0-199 --again        # these again
-    python -m bench.composer --faults                     # those in the result file with a fault, again
-    python -m bench.composer --show 17                    # one program: its source and its row
-    python -m bench.composer --shrink 17                  # the smallest program found that ends in the same way
-    python -m bench.composer --program "8,4,8 glu.3! | mean_square.1 @ default/auto/sgd" --show 0
+    python -m bench composer                              # 5,000 programs in JAX; rows in the result file are kept
+    python -m bench composer --framework torch            # 2,000 in PyTorch
+    python -m bench composer --seeds 0-199 --again        # these again
+    python -m bench composer --faults                     # those in the result file with a fault, again
+    python -m bench composer --show 17                    # one program: its source and its row
+    python -m bench composer --shrink 17                  # the smallest program found that ends in the same way
+    python -m bench composer --program "8,4,8 glu.3! | mean_square.1 @ default/auto/sgd" --show 0
 
 A seed draws one to four layers, transforms of their weights, a loss, and one or two ways to plan, lower and run the
 step. It is compared with the unsharded step in float64 over three steps: each loss, parameter and buffer. Each program
@@ -118,7 +118,3 @@ def main() -> None:
     elif not given.again:
         seeds = [s for s in seeds if str(s) not in found]
     run(server, seeds, found, file)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """Mutated traces: no absurd result without a warning, only clear errors.
 
-    python -m bench.fuzz.traces [--count 100000] [--seed 0]
-    python -m bench.fuzz.traces --resume --cpu-minutes 12    # continues where the result file ends
-    python -m bench.fuzz.traces --real TRACE ... --cpu-minutes 5 --out bench/results/replay_fuzz_real.json
-    python -m bench.fuzz.traces --planes PROFILE ... --resume --out bench/results/replay_fuzz_planes.json
+    python -m bench fuzz.traces [--count 100000] [--seed 0]
+    python -m bench fuzz.traces --resume --cpu-minutes 12    # continues where the result file ends
+    python -m bench fuzz.traces --real TRACE ... --cpu-minutes 5 --out bench/results/replay_fuzz_real.json
+    python -m bench fuzz.traces --planes PROFILE ... --resume --out bench/results/replay_fuzz_planes.json
 
 Small simulated runs (``bench/cases/timelines.py``) are written as Kineto traces with one to four mutations each: events
 are dropped, doubled, moved, stretched, renamed or put on other streams, launches and marks are lost, ids are shared,
@@ -424,7 +424,3 @@ def fuzz(
             if said.startswith("fault"):
                 faults.append({"k": k, "mutations": changes, "what": said})
     return found, faults
-
-
-if __name__ == "__main__":
-    main()

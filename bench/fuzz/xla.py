@@ -1,10 +1,10 @@
 """Compiles small random programs under random strategies with XLA.
 
-    python -m bench.fuzz.xla                        # 2,000 cases; rows in the result file are kept
-    python -m bench.fuzz.xla --cases 100-200        # these again
-    python -m bench.fuzz.xla --cases 17 --show      # one case: its program, its splits, how it ends
-    python -m bench.fuzz.xla --kinds conv           # only with convolutions
-    python -m bench.fuzz.xla --manual --cases 0-99  # the manual lowering; what it refuses is a row too
+    python -m bench fuzz.xla                        # 2,000 cases; rows in the result file are kept
+    python -m bench fuzz.xla --cases 100-200        # these again
+    python -m bench fuzz.xla --cases 17 --show      # one case: its program, its splits, how it ends
+    python -m bench fuzz.xla --kinds conv           # only with convolutions
+    python -m bench fuzz.xla --manual --cases 0-99  # the manual lowering; what it refuses is a row too
 
 A failed check inside XLA ends the process, so a child process compiles the cases and announces each before it starts.
 If the child dies, the parent records that case and continues with another child. Gradients are compiled too; nothing is
@@ -320,7 +320,3 @@ BENCH = Benchmark(
     instead=shown,
     resumes=True,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

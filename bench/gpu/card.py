@@ -1,7 +1,7 @@
 """Calibrates a GPU, and predicts its steps with the file: this GPU, or one that was recorded.
 
-    python -m bench.gpu.card                           # this GPU
-    python -m bench.gpu.card FOLDER                    # ops.csv and steps.csv of an H100, on any machine
+    python -m bench gpu.card                           # this GPU
+    python -m bench gpu.card FOLDER                    # ops.csv and steps.csv of an H100, on any machine
 
 The recorded card starts from two files: h100x8 as shipped, and the same with nearly every figure another one. Rows have
 the errors of single ops that were not fitted, and of training steps, which nothing is fitted to. Writes
@@ -158,7 +158,3 @@ def main() -> None:
                 f"worst {of_steps['before']['worst']:.1%} -> {of_steps['after']['worst']:.1%}"
             )
     print(f"wrote {save({'rows': rows}, given.out)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Training steps on this accelerator: plain JAX, the same under a plan, and the prediction.
 
-    python -m bench.gpu.jax_steps --machine h100x8               # models of the zoo on one GPU; ten minutes
-    python -m bench.gpu.jax_steps --only gpt2 --machine h100x8   # these rows again
+    python -m bench gpu.jax_steps --machine h100x8               # models of the zoo on one GPU; ten minutes
+    python -m bench gpu.jax_steps --only gpt2 --machine h100x8   # these rows again
 
 A row has seconds and bytes of one step (loss, gradients and optax.adam in one program, with donated arguments):
 ``plain_s`` and ``plan_s`` without waiting between steps, ``plain_synced_s`` and ``plan_synced_s`` with waiting after
@@ -153,6 +153,3 @@ BENCH = Benchmark(
         option("--steps", type=int, default=10, metavar="N", help="timed steps in a row"),
     ),
 )
-
-if __name__ == "__main__":
-    BENCH.run()

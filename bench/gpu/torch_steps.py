@@ -1,7 +1,7 @@
 """Training steps of PyTorch models on this accelerator: eager, compiled, and under a plan; time and peak memory.
 
-    python -m bench.gpu.torch_steps --machine h100x8              # six models on one GPU; ten minutes
-    python -m bench.gpu.torch_steps --only bert --machine h100x8  # these rows again
+    python -m bench gpu.torch_steps --machine h100x8              # six models on one GPU; ten minutes
+    python -m bench gpu.torch_steps --only bert --machine h100x8  # these rows again
 
 A row has for each way to run the step (``eager``; ``compiled`` by torch.compile; ``plan``, the plan's step; and
 ``plan_compiled``, the same with ``compile=True``) the median seconds of a step, and the allocator's peak. The step is
@@ -189,6 +189,3 @@ BENCH = Benchmark(
         option("--ways", nargs="+", choices=get_args(StepWay), help="only these ways to run a step"),
     ),
 )
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Kernels that others measured, priced: products, attention, norms, experts, convolutions.
 
-    python -m bench.kernels [FILE ...] [--machine NAME] [--json] [-o bench/results/kernels.json]
+    python -m bench kernels [FILE ...] [--machine NAME] [--json] [-o bench/results/kernels.json]
 
 Without a file, all tables of the shared folder are read. ``bench/kernels/rows.py`` says which tables are known, and
 ``bench/kernels/comparison.py`` what the result has. --machine prices every row by this machine file instead of the
@@ -18,7 +18,3 @@ __all__ = ["main"]
 def main() -> None:
     """Compares, prints and writes."""
     compare("kernels", __doc__, READERS)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,12 @@
 """The network laboratory: real training steps over shaped networks.
 
-    sudo .venv/bin/python -m bench.netlab quick        # a few minutes: every part once, small
-    sudo .venv/bin/python -m bench.netlab full         # within --minutes, by default about an hour
-    sudo .venv/bin/python -m bench.netlab full --resume          # what a stopped run of this commit had not done
-    sudo .venv/bin/python -m bench.netlab strategies --hosts 2   # one part
-    sudo .venv/bin/python -m bench.netlab pipelines    # others: racks levels lowerings buckets torch frameworks replay
-    sudo .venv/bin/python -m bench.netlab clean        # removes what a killed run left behind
-    .venv/bin/python -m bench.netlab render            # docs/evidence/measured.md's tables from the result files
+    sudo .venv/bin/python -m bench netlab quick        # a few minutes: every part once, small
+    sudo .venv/bin/python -m bench netlab full         # within --minutes, by default about an hour
+    sudo .venv/bin/python -m bench netlab full --resume          # what a stopped run of this commit had not done
+    sudo .venv/bin/python -m bench netlab strategies --hosts 2   # one part
+    sudo .venv/bin/python -m bench netlab pipelines    # others: racks levels lowerings buckets torch frameworks replay
+    sudo .venv/bin/python -m bench netlab clean        # removes what a killed run left behind
+    .venv/bin/python -m bench netlab render            # docs/evidence/measured.md's tables from the result files
 
 Writes bench/results/netlab_<part>.json as it goes (quick: netlab_quick.json). Without root or iproute2 it prints why it
 does nothing. Calibrations are kept in --folder and used again; --fresh calibrates again.
@@ -254,7 +254,3 @@ def quick(session: Session) -> None:
     result["buckets"] = buckets.measure(session, rates=(1.0,), policies=policies, iterations=6)
     result["replay"] = replays.measure(session, cases=(("mlp", BATCHES["mlp"][0]),), steps=8)
     session.write("quick", result)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

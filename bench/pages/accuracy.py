@@ -1,6 +1,6 @@
 """Writes docs/accuracy.md from the result files: how far predictions are from what others measured.
 
-    python -m bench.pages.accuracy [--since COMMIT]
+    python -m bench pages.accuracy [--since COMMIT]
 
 Without --since, the page is compared with the last tag, if there is one. It measures nothing: ``SOURCES`` has the bench
 that makes each result file.
@@ -35,17 +35,17 @@ class AccuracyRow:
 
 
 SOURCES: Mapping[str, tuple[str, str]] = {
-    "kernels": ("Kernels", "python -m bench.kernels"),
-    "links": ("Collectives", "python -m bench.links"),
-    "published_steps": ("Published training steps", "python -m bench.published.steps -o ..."),
+    "kernels": ("Kernels", "python -m bench kernels"),
+    "links": ("Collectives", "python -m bench links"),
+    "published_steps": ("Published training steps", "python -m bench published.steps -o ..."),
     "published_steps_blackwell": (
         "Published steps on Blackwell",
-        "python -m bench.published.steps BLACKWELL -o ...",
+        "python -m bench published.steps BLACKWELL -o ...",
     ),
-    "mlperf": ("MLPerf training", "python -m bench.published.mlperf -o ..."),
-    "simumax": ("SimuMax's runs on 8 B200", "python -m bench.published.simumax -o ..."),
+    "mlperf": ("MLPerf training", "python -m bench published.mlperf -o ..."),
+    "simumax": ("SimuMax's runs on 8 B200", "python -m bench published.simumax -o ..."),
     "simumax_calibrated": ("The same, on a machine of that node's ops", "the same, with --machine FILE"),
-    "megatron_golden": ("Peaks of memory in Megatron's tests", "python -m bench.published.megatron_golden"),
+    "megatron_golden": ("Peaks of memory in Megatron's tests", "python -m bench published.megatron_golden"),
 }
 """Result file -> what it is about, and the command that makes it."""
 
@@ -70,7 +70,7 @@ def page(now: Mapping[str, Any], before: Mapping[str, Any], since: str) -> str:
     out = [
         "# Accuracy",
         "",
-        "How far are predictions from what others measured? Made by `python -m bench.pages.accuracy` from",
+        "How far are predictions from what others measured? Made by `python -m bench pages.accuracy` from",
         "`bench/results`; the command of each table makes its file again. Errors are relative to what was measured:",
         "the median of their size, and their median (kernels) or mean (steps) with its sign. How far a single step",
         "may be off is its [error bar](explanation/cost-model.md).",
@@ -128,7 +128,3 @@ def main() -> None:
     before = _read(lambda name: _git("show", f"{short}:bench/results/{name}.json")) if short else {}
     write_atomically(PAGE, page(results(), before, short))
     print(f"wrote {PAGE.relative_to(ROOT)}")
-
-
-if __name__ == "__main__":
-    main()

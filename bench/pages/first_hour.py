@@ -1,6 +1,6 @@
 """Runs the commands of docs/start/first-hour.md in a new environment.
 
-    python -m bench.pages.first_hour [--page FILE] [-o FILE]
+    python -m bench pages.first_hour [--page FILE] [-o FILE]
 
 Clones this repository's last commit into an empty folder, makes an environment there and runs the page's sh blocks in
 order, in a folder next to the clone: nothing is cached, and the project is not on the path. A block under ``<!-- saved
@@ -215,7 +215,3 @@ def main() -> None:
     args.page.write_text(placed(text, "ran", told), encoding="utf-8")
     figures = [{k: v for k, v in vars(r).items() if k != "printed"} for r in ran]
     save({"commands": figures, "bytes": sizes}, args.out)
-
-
-if __name__ == "__main__":
-    main()

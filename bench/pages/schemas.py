@@ -1,6 +1,6 @@
 """Writes the JSON Schemas of pase's files from their types.
 
-    python -m bench.pages.schemas
+    python -m bench pages.schemas
 
 Run it after a change of a file format. ``SCHEMAS`` lists the files; tests compare them with the types.
 """
@@ -38,7 +38,3 @@ def main() -> None:
     for file, make in SCHEMAS.items():
         write_atomically(ROOT / file, json.dumps(make(), indent=1) + "\n")
         print(f"wrote {file}")
-
-
-if __name__ == "__main__":
-    main()

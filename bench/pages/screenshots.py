@@ -1,7 +1,7 @@
 """Opens every generated page in a real browser and looks for faults.
 
     pip install playwright     # with a Chromium of the system: apt install chromium
-    python -m bench.pages.screenshots [--only gpt2] [--pictures FOLDER]
+    python -m bench pages.screenshots [--only gpt2] [--pictures FOLDER]
 
 Pages of ``pase report`` (GPT-2 on 8 devices, and in 2 stages; Llama-3 405B on 16,384, and in 16 stages), of
 ``pase schedule --gantt``, of ``pase scale -o`` and of ``pase diagnose -o`` are opened on a phone, a laptop and a wide
@@ -184,7 +184,3 @@ def main() -> None:
         print(row["page"], row["screen"], row["look"], f"{row['opened_s']} s", *row["faults"], sep="  ")
     print(f"pictures in {args.pictures}")
     sys.exit(any(row["faults"] for row in rows))
-
-
-if __name__ == "__main__":
-    main()

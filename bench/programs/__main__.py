@@ -1,10 +1,10 @@
 """The corpus: programs from libraries, planned, run and compared.
 
-    python -m bench.programs                 # all of them
-    python -m bench.programs 'haiku.*' nnx   # these again; the other rows are kept
-    python -m bench.programs --missing       # those without a row, and those that ran out of time
-    python -m bench.programs --failing       # those that do not agree
-    python -m bench.programs --recount       # only the FLOPs, after a change of what counts them
+    python -m bench programs                 # all of them
+    python -m bench programs 'haiku.*' nnx   # these again; the other rows are kept
+    python -m bench programs --missing       # those without a row, and those that ran out of time
+    python -m bench programs --failing       # those that do not agree
+    python -m bench programs --recount       # only the FLOPs, after a change of what counts them
 
 Each program runs in its own process with a limit of CPU time. Needs the packages of the extra 'corpus'
 (``make test-corpus`` installs them). Writes bench/results/programs.json. The exit status is 1 if a program that agreed
@@ -103,7 +103,3 @@ def main() -> None:
         save({"agree": agree, "explained": explained, "of": len(rows), "programs": rows}, FILE)
     if lost:
         sys.exit(f"{len(lost)} programs agreed before and do not now: {', '.join(lost)}")
-
-
-if __name__ == "__main__":
-    main()

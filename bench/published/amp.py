@@ -1,6 +1,6 @@
 """AMP's measured steps of GPT-2 on equal and unequal hosts, predicted.
 
-    python -m bench.published.amp [--only unequal]
+    python -m bench published.amp [--only unequal]
 
 Nothing is fitted. Each stage is priced as ``pase price`` does, on the machine of its devices; if a stage has devices of
 both kinds, the slower one counts. Transfers and sums that leave a host share its link. The rest follows their code
@@ -281,7 +281,3 @@ def summaries(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 BENCH = Benchmark("amp", {t.name: t for t in trials()}, row, named="{trial}", head=summaries)
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """dPRO's measured peak memory under TensorFlow, predicted.
 
-    python -m bench.published.dpro_memory
+    python -m bench published.dpro_memory
 
 Tables 3 and 4 of dPRO: BERT-base, ResNet50, InceptionV3 and VGG16, one device's share of data parallelism with 32
 samples, and BERT with 64 samples: plain, with recomputation, or with two micro-batches. float32; Adam for BERT,
@@ -117,7 +117,3 @@ def measured(
 
 
 BENCH = Benchmark("dpro_memory", {model[0]: model for model in models()}, measured, named="{model}")
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Published step times of large GPTs on A100 80 GB, predicted.
 
-    python -m bench.published.megatron
+    python -m bench published.megatron
 
 Korthikanti et al. 2022 (arXiv 2205.05198), tables 3 and 5: full recomputation, and selective recomputation with
 sequence parallelism. Nothing is fitted. The strategy is the Megatron baseline at tensor parallelism 8. If the paper
@@ -165,7 +165,3 @@ BENCH = Benchmark(
     named="{model}",
     head=lambda rows: {"mean_absolute_error": sum(abs(r["error"]) for r in rows) / len(rows)},
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """The peaks of memory that Megatron-Core's functional tests record, each priced as its own configuration.
 
-    python -m bench.published.megatron_golden [FILE.csv] [--json] [--only PREFIX] [-o OUT]
+    python -m bench published.megatron_golden [FILE.csv] [--json] [--only PREFIX] [-o OUT]
 
 The rows are dense GPT models of 12 layers on four or eight devices, and the figure is what PyTorch's allocator handed
 out at most on the last rank (megatron/training/training.py, mem-max-allocated-bytes), so the reserve of a price does
@@ -169,7 +169,3 @@ def main() -> None:
     }
     save(result, args.out)
     print(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()

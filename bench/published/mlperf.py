@@ -1,6 +1,6 @@
 """MLPerf training submissions, priced in their own configurations.
 
-    python -m bench.published.mlperf [FILE.csv] [--json] [--only PREFIX] [-o bench/results/mlperf.json]
+    python -m bench published.mlperf [FILE.csv] [--json] [--only PREFIX] [-o bench/results/mlperf.json]
 
 Rows are those whose configuration is trusted (its devices are those of the system, and its degrees make the batch) and
 whose file of settings is for the system's own card. The models' shapes are those of the benchmark's rules; precision,
@@ -114,7 +114,3 @@ def _row(number: int, r: Mapping[str, str]) -> PublishedRow:
 def main() -> None:
     """Prints a row for each submission, predicted and measured, as text or JSON; with -o, writes their summary."""
     report(__doc__, read, SHARED / "measured" / "mlperf_training" / "steps.csv")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Training passes of PyTorch models on one A100 or H100, as NeuSight's authors measured them, predicted.
 
-    python -m bench.published.neusight
+    python -m bench published.neusight
 
 The rows are of sitar-lab/NeuSight@6945927 (``e2e_labels.csv``): models of Hugging Face in eager PyTorch and float32,
 which keeps all bits of the factors of products, with attention written out; forward and backward without the optimizer.
@@ -125,7 +125,3 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 BENCH = Benchmark("neusight", lambda: {r.name: r for r in rows()}, compared, head=summary)
-
-
-if __name__ == "__main__":
-    BENCH.run()

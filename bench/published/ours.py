@@ -1,6 +1,6 @@
 """Published runs compared with our configuration under the same price.
 
-    python -m bench.published.ours [--file FILE.csv] [--only TEXT] [--minutes M] [--resume] [-o FILE]
+    python -m bench published.ours [--file FILE.csv] [--only TEXT] [--minutes M] [--resume] [-o FILE]
 
 Each row's configuration is priced as ``bench/published/steps.py`` prices it, and then changed one degree at a time as
 long as that is cheaper and fits (``pase.stated.better``). Executor, precision, batch, model and devices stay the same.
@@ -11,15 +11,10 @@ not fit by the price: then it looks for one that fits. The rows of all sources a
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # started by its path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
@@ -94,7 +89,3 @@ BENCH = Benchmark(
     ),
     options=[option("--file", default=str(SHARED / "published_steps" / "given.csv"))],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

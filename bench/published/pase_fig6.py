@@ -1,6 +1,6 @@
 """PaSE's Figure 6 predicted: speedups over data parallelism.
 
-    python -m bench.published.pase_fig6
+    python -m bench published.pase_fig6
 
 The machines have 4 to 64 1080 Ti or 2080 Ti. The strategies are PaSE's (found by our exact search under PaSE's own cost
 model, in FLOP equivalents, at the paper's batches), the expert's (one weird trick for CNNs, tensor within data
@@ -118,7 +118,3 @@ BENCH = Benchmark(
     named="{machine} {model} {devices}",
     head=summary,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

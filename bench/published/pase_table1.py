@@ -1,6 +1,6 @@
 """PaSE's Table I: seconds to find the best strategy, ours and the paper's.
 
-    python -m bench.published.pase_table1 [--repeats 3]
+    python -m bench published.pase_table1 [--repeats 3]
 
 The models, the space (powers of two: as good as all divisors on every instance tried) and the costs are the same;
 tests/paper compares the costs with the prototype's own tables. ``tables_s`` is the time to price all configs and edges
@@ -92,7 +92,3 @@ BENCH = Benchmark(
     head=lambda _, given: {"repeats": given.repeats},
     options=[option("--repeats", type=int, default=3)],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

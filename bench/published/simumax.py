@@ -1,6 +1,6 @@
 """SimuMax's runs of Megatron on 8 B200, priced in their own configurations.
 
-    python -m bench.published.simumax [FILE.md] [--machine FILE.toml] [--json] [--only PREFIX] [-o OUT]
+    python -m bench published.simumax [FILE.md] [--machine FILE.toml] [--json] [--only PREFIX] [-o OUT]
 
 The runs have cut models (llama3_70b_l12: 12 of its layers), one example a micro-batch, and Megatron's distributed
 optimizer. ``pase calibrate --from-table`` makes a machine file of the table of ops that was measured on the same box.
@@ -99,7 +99,3 @@ def _row(number: int, case: str, milliseconds: str, gibibytes: str) -> Published
 def main() -> None:
     """Prints a row for each run, predicted and measured, as text or JSON; with -o, writes their summary."""
     report(__doc__, read, SHARED / "measured" / "simumax" / "docs__b200__b200_release_v1.2_summary.md")
-
-
-if __name__ == "__main__":
-    main()

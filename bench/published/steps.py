@@ -1,6 +1,6 @@
 """Published training steps, priced in their own configurations.
 
-    python -m bench.published.steps FILE.csv [--json] [--only PREFIX] [-o bench/results/published_steps.json]
+    python -m bench published.steps FILE.csv [--json] [--only PREFIX] [-o bench/results/published_steps.json]
 
 Nothing is fitted: cards are machine files (``bench/published/cards.py``), and frameworks are entries of
 ``pase.stated.program`` with their executors. Values missing from a row take the framework's defaults (``configured``).
@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-
-if not __package__:  # started by its path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.cases import SHARED
 from bench.published.cards import card
@@ -429,7 +426,3 @@ def _line(a: PricedRun) -> str:
     memory = f"  {p.memory.total / 2**30:6.1f} GiB" + ("" if p.fits else " (too much)")
     told = f" (told {a.row.memory_bytes / 2**30:.1f})" if a.row.memory_bytes else ""
     return f"{head} {p.step_s:8.3f} s{against}{memory}{told}  {p.program} {p.strategy}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """vTrain's measured step times of GPTs on 8 A100, predicted.
 
-    python -m bench.published.vtrain
+    python -m bench published.vtrain
 
 The rows are Megatron-DeepSpeed GPTs on one node, with and without pipeline stages. Nothing is fitted to them. The
 machine is a100x8 with the NCCL all-reduce times that vTrain measured on the same node (its own inputs, in the same
@@ -10,7 +10,7 @@ and parameters besides Adam. Micro-batches, float16 parameters with float32 copi
 recomputation: with it, 8 samples of width 2048 would run at 89% of the peak. Rows with stages are 1F1B of equal stages
 (``pase.stated``) on the same executor. Writes bench/results/vtrain.json.
 
-    python -m bench.published.vtrain --multi ground_truth_multi.csv
+    python -m bench published.vtrain --multi ground_truth_multi.csv
 
 also predicts the rows without pipeline of vTrain's other table (VIA-Research/vTrain, data/), which was first looked at
 after all code was written: 64 and 256 A100 over 800 Gb/s per node, full recomputation, Megatron's optimizer.
@@ -413,7 +413,3 @@ def main() -> None:
         out["many nodes"] = {"all": summary(found), "by_tensor": by(found, "d", "tensor")}
         print("many nodes", json.dumps(out["many nodes"]["all"]))
     save({"executor": f"{EAGER.source}. {_MEGATRON.source}", **out}, args.out)
-
-
-if __name__ == "__main__":
-    main()

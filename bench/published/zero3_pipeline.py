@@ -1,6 +1,6 @@
 """ZeRO-3 against a pipeline with tensor parallelism, on up to 1,536 A100.
 
-    python -m bench.published.zero3_pipeline
+    python -m bench published.zero3_pipeline
 
 Is the faster of two measured runs also priced as the faster one? Narayanan et al. 2021 (arXiv 2104.04473), table 2: a
 GPT of 174.6B (96 layers of 12,288, vocabulary 51,200, sequences of 2,048, batch 1,536, everything recomputed), by
@@ -81,7 +81,3 @@ BENCH = Benchmark(
     named="{gpus} GPUs",
     head=lambda rows: {"ordered_rightly": sum(r["ordered_rightly"] for r in rows)},
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,7 +1,7 @@
 """Predicts and measures steps of small models on this calibrated host.
 
-    python -m bench.replay.calibrate_cpu [--budget 60] [--devices 2]
-    python -m bench.replay.calibrate_cpu --add      # one more run; those in the result file are kept
+    python -m bench replay.calibrate_cpu [--budget 60] [--devices 2]
+    python -m bench replay.calibrate_cpu --add      # one more run; those in the result file are kept
 
 The host has two devices in one process. Every strategy of each model is priced with the machine file measured in that
 run, and then run as ``plan.jax.train_step`` lowers it by default: nothing is fitted to the steps. A step during which
@@ -204,7 +204,3 @@ BENCH = Benchmark(
     ],
     prepare=prepare,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """What-ifs of other degrees of parallelism, compared with a simulation.
 
-    python -m bench.replay.degrees [--only TEXT]
+    python -m bench replay.degrees [--only TEXT]
 
 A GPT of four layers (``bench/cases/transformers.py``) is simulated at one degree and traced on one rank, with 1% noise.
 The what-ifs are pipeline stages, tensor parallelism (with the kernels of a short run at that degree, or by the roofline
@@ -120,7 +120,3 @@ def summary(rows: list[Row]) -> Row:
 
 
 BENCH = Benchmark("replay_degrees", dict(questions()), lambda ask: ask(), named="{what_if}", head=summary)
-
-
-if __name__ == "__main__":
-    BENCH.run()

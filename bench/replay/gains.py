@@ -1,6 +1,6 @@
 """Gains predicted from a profile, compared with the gains of the changes really made.
 
-    python -m bench.replay.gains [--only TEXT] [--steps 40]
+    python -m bench replay.gains [--only TEXT] [--steps 40]
 
 Each row profiles a training step of JAX on one core of this machine, changes the durations in the replayed graph as the
 change is expected to (ops of the scope that goes away take nothing, twice the batch takes twice the time of every op
@@ -191,7 +191,3 @@ BENCH = Benchmark(
     apart=OwnProcess(cpu_s=900),  # a process has its own number of threads
     options=[option("--steps", type=int, default=40)],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,8 +1,8 @@
 """The sums of Holistic Trace Analysis, compared with HTA number by number.
 
     python -m venv /tmp/hta && /tmp/hta/bin/pip install HolisticTraceAnalysis==0.5.0
-    python -m bench.replay.hta --hta /tmp/hta/bin/python
-    python -m bench.replay.hta      # with HTA's numbers as the result file has them
+    python -m bench replay.hta --hta /tmp/hta/bin/python
+    python -m bench replay.hta      # with HTA's numbers as the result file has them
 
 HTA needs its own package versions, so it runs in its own environment. Times are in µs; ``difference`` is relative for
 times and absolute for percentages. A number that differs is computed again by HTA's definition, and ``as_hta`` has the
@@ -225,7 +225,3 @@ BENCH = Benchmark(
         option("--hta", type=Path, help="a Python that has HolisticTraceAnalysis"),
     ],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

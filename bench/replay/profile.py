@@ -1,6 +1,6 @@
 """The overhead of ``pase profile``, and the error of the replay.
 
-    python -m bench.replay.profile [--processes 2] [--rounds 3]
+    python -m bench replay.profile [--processes 2] [--rounds 3]
 
 A data-parallel JAX program runs on CPU devices, one per process, joined by gloo, with and without ``pase profile`` in
 turn. The overhead is the ratio of the median step times that the program itself measures. If the machine does other
@@ -100,7 +100,3 @@ def run(command: list[str], program: Path, processes: int) -> float:
     )
     line = next(x for x in done.stdout.splitlines() if x.startswith("[") and "Gloo" not in x)
     return statistics.median(json.loads(line))
-
-
-if __name__ == "__main__":
-    main()

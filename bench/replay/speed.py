@@ -1,6 +1,6 @@
 """How fast traces are read and graphs replayed, and in how much memory.
 
-    python -m bench.replay.speed [--megabytes 1000]
+    python -m bench replay.speed [--megabytes 1000]
 
 The trace is that of a simulated run with Kineto's usual arguments, repeated to the requested size. Each part runs in
 its own process, which has its own peak memory. Writes bench/results/replay_speed.json.
@@ -144,7 +144,3 @@ BENCH = Benchmark(
     at="",
     options=[option("--megabytes", type=int, default=1000)],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """pase's sums of traces beside the tables that TraceLens publishes with its tests.
 
-    python -m bench.replay.tracelens --traces TraceLens/tests/traces
+    python -m bench replay.tracelens --traces TraceLens/tests/traces
 
 TraceLens (github.com/AMD-AGI/TraceLens, MIT) keeps the tables that it makes of a trace beside that trace. Compared are
 the times of its timeline (computing, communicating, copying, idle), the FLOPs of each row of its tables of convolutions
@@ -171,7 +171,3 @@ BENCH = Benchmark(
     line=lambda name, rows: f"{name}: {len(rows)} numbers",
     options=[option("--traces", type=Path, help="TraceLens's folder tests/traces")],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

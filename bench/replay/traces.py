@@ -1,6 +1,6 @@
 """Replay on real traces: predictions of held-out iterations and ranks.
 
-    python -m bench.replay.traces [--traces ../shared/data/traces] [--also TRACE ...]
+    python -m bench replay.traces [--traces ../shared/data/traces] [--also TRACE ...]
 
 held_out: each steady iteration predicted from the others. "naive" is their mean, the guess without any replay;
 iterations of host-bound runs differ from each other by as much. A replay, however, still predicts when something is
@@ -258,7 +258,3 @@ BENCH = Benchmark(
         option("--also", type=Path, nargs="*", default=[], metavar="TRACE", help="other runs, named by file"),
     ],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

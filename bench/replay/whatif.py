@@ -1,6 +1,6 @@
 """What-ifs compared with an independent simulation of the changed run.
 
-    python -m bench.replay.whatif [--only TEXT]
+    python -m bench replay.whatif [--only TEXT]
 
 A what-if gets only eight traced iterations of the unchanged run (four ranks unless stated otherwise, 2% noise). It is
 compared with the mean of 200 iterations of the changed run with other noise (``bench/cases/timelines.py``, which shares
@@ -157,7 +157,3 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 BENCH = Benchmark(
     "replay_whatif", {q.name: q for q in questions()}, answered, named="{what_if}", head=summary
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Another degree of tensor parallelism, predicted from traces of jax.profiler.
 
-    python -m bench.replay.xla [--budget 30]
+    python -m bench replay.xla [--budget 30]
 
 Two host devices in one process have a core each. A GPT-2 of two layers runs unsplit on both, and split by Megatron's
 rule; steps of the two are traced in turn, several times, because the machine's speed changes by the minute and that
@@ -168,7 +168,3 @@ BENCH = Benchmark(
     ],
     prepare=prepare,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Our bucket plans against every policy, the exact optimum and the bounds.
 
-    python -m bench.schedule.policies [--quick] [--only TEXT]
+    python -m bench schedule.policies [--quick] [--only TEXT]
 
 The instances are random or measured. Seconds are CPU seconds of this process (the machine may be shared). Writes
 bench/results/schedule_policies.json.
@@ -151,7 +151,3 @@ BENCH = Benchmark(
     options=[option("--quick", action="store_true", help="fewer seeds, exact solvers on smaller problems")],
     prepare=lambda: fast_plan(random_problem(20, 99)),  # compiles the kernels
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

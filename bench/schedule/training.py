@@ -1,6 +1,6 @@
 """Loss curves of plain data parallelism and of bucket plans with delays.
 
-    python -m bench.schedule.training [--steps 400] [--only deft] [--picture FILE.png] [-o FILE]
+    python -m bench schedule.training [--steps 400] [--only deft] [--picture FILE.png] [-o FILE]
 
 GPT-2 in its reduced size on 8 host devices predicts the next byte of this repository's documentation, on a network so
 slow that gradients take twice as long as compute. Losses are those of batches of a held-out page; nothing here is a
@@ -208,7 +208,3 @@ BENCH = Benchmark(
     options=[option("--steps", type=int, default=400), option("--picture", type=Path)],
     page=draw,
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """DenseNet on 32 devices: a graph that no elimination order fits.
 
-    python -m bench.search.densenet [--seconds 10]
+    python -m bench search.densenet [--seconds 10]
 
 Each dense layer reads the features of all layers before it, so a block of 24 layers is nearly a clique. Costs follow
 the paper's formulas (a convolution as a GEMM with its three all-reduces, edges by the bytes that a consumer's shard
@@ -122,7 +122,3 @@ BENCH = Benchmark(
     head=settings,
     options=search_options(seconds=10.0),
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Compile time by the number of layers that are written out one by one.
 
-    python -m bench.search.depth [--only "8 layers"]
+    python -m bench search.depth [--only "8 layers"]
 
 CPU seconds of one process with warm kernels: of the search alone, with the seconds of its parts as the plan states
 them; and of a default compilation, which also prices the baselines and keeps to the machine's memory. Writes
@@ -43,7 +43,3 @@ BENCH = Benchmark(
     named="{layers} layers",
     prepare=lambda: pase.compile("zoo:mlp", devices=8),  # imports and kernels
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

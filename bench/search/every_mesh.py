@@ -1,6 +1,6 @@
 """What a proof over every mesh finds and takes, compared with the default.
 
-    python -m bench.search.every_mesh [--only "gpt2, 32"]
+    python -m bench search.every_mesh [--only "gpt2, 32"]
 
 CPU seconds of one process, without a memory limit and without baselines. Writes bench/results/every_mesh.json.
 """
@@ -51,7 +51,3 @@ BENCH = Benchmark(
     named="{model}, {devices}",
     prepare=lambda: pase.compile("zoo:mlp", devices=8),  # imports and kernels
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Search time as a model grows from 2 to 1,000 equal layers.
 
-    python -m bench.search.growth [--only "5 layers"]
+    python -m bench search.growth [--only "5 layers"]
 
 The search may use the repetition (equal layers) or not (layers that differ). A layer has 12 nodes with residual edges,
 in the sizes of the paper's Transformer at p = 64: 566 configs per node, 84 classes per edge. Costs are random, so that
@@ -80,7 +80,3 @@ BENCH = Benchmark(
     options=[option("--repeats", type=int, default=3)],
     prepare=lambda: solve(stack(2)),  # compiles the kernels
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """The instances of the IOPDDL contest, by pase and by general solvers.
 
-    python -m bench.search.iopddl [--only S] [--runs 0,1,0] [--rounds 60] [--solvers pase,cpsat]
+    python -m bench search.iopddl [--only S] [--runs 0,1,0] [--rounds 60] [--solvers pase,cpsat]
 
 pase runs several times. Its budget is in rounds of work and does not depend on a clock, so a seed that runs twice must
 give the same choice whatever else the machine does; ``load_1min`` of each run states the load. ``wall_s`` is the time
@@ -153,7 +153,3 @@ BENCH = Benchmark(
         option("--rounds", type=int, default=60, help="pase's budget"),
     ],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Compilation within the machine's memory: cost, proof and time.
 
-    python -m bench.search.memory [--only NAME]
+    python -m bench search.memory [--only NAME]
 
 CPU seconds are of this process, with tracing and without the baselines; numba's cache is warm. Writes
 bench/results/memory_search.json.
@@ -56,7 +56,3 @@ BENCH = Benchmark(
     head={"target": "h100x8 (predicted)"},
     prepare=lambda: pase.compile("zoo:mlp", devices=8),  # imports and kernels
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Time and memory to lower an ONNX file, by its nodes and its weights.
 
-    python -m bench.search.onnx_size
+    python -m bench search.onnx_size
 
 The files are chains of transformer blocks as exporters write them (with sizes computed by Shape, Gather, Concat and
 Reshape), up to 50,000 nodes, and one file with 600 MB of weights and the same graph without any. Each measurement is a
@@ -141,7 +141,3 @@ BENCH = Benchmark(
     lambda files: (file_measured(*file) for file in files),
     named="{varies} {nodes_in_file}",
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """PaSE's own instances: every optimum, and general solvers.
 
-    python -m bench.search.pase [--seconds 20] [--only transformer]
+    python -m bench search.pase [--seconds 20] [--only transformer]
 
 The solvers get the same tables. The times of the paper and of its prototype are in the notes next to
 ../shared/data/pase_instances. Writes bench/results/search_pase.json.
@@ -47,7 +47,3 @@ BENCH = Benchmark(
     head=settings,
     options=search_options(seconds=20.0, repeats=5),
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Pipeline schedules, their bounds and cuts, and two published pipelines.
 
-    python -m bench.search.pipelines [--compile llama3_405b|llama3_405b_any|gpt_39b] [-o FILE]
+    python -m bench search.pipelines [--compile llama3_405b|llama3_405b_any|gpt_39b] [-o FILE]
 
 What each schedule takes on equal stages, how close the bounds are, and how many simulations prove the cuts. Writes
 bench/results/pipelines.json. ``--compile`` searches one model instead, and writes a file of its own: Llama-3 405B on
@@ -174,7 +174,3 @@ BENCH = Benchmark(
     at="",
     options=[option("--compile", choices=list(SEARCHES), help="search one model, to a file of its own")],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Weighted CSPs and graphical models from files, by pase and by others.
 
-    python -m bench.search.public --files FOLDER [--seconds 10] [--only 404] [--solvers pase,toulbar2]
+    python -m bench search.public --files FOLDER [--seconds 10] [--only 404] [--solvers pase,toulbar2]
 
 FOLDER has .wcsp and .uai files. The rows of bench/results are of files from toulbar2's own repository
 (github.com/toulbar2/toulbar2: validation/default, cover and web/EXAMPLES), which are not copied here; each row has its
@@ -95,7 +95,3 @@ BENCH = Benchmark(
         option("--files", type=Path, default=ROOT / "examples", metavar="FOLDER"),
     ],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Does a strategy stay the best if the machine file is off by a factor of 2?
 
-    python -m bench.search.sensitivity
+    python -m bench search.sensitivity
 
 For each model and each quantity of the H100's machine file, the strategy found with the stated figures is priced at
 half and at twice the figure, and compared with a new search there and with the baselines. Writes
@@ -46,7 +46,3 @@ BENCH = Benchmark(
     head=summary,
     line=lambda name, r: f"{r['model']} {r['factors']} regret {r['regret']:.2%}, best: {r['winner']}",
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Seconds of `import pase`, `pase --help` and `pase solve`.
 
-    python -m bench.search.startup
+    python -m bench search.startup
 
 Medians of new processes, compared with a bare interpreter. `pase solve` searches the largest of the paper's instances
 (Transformer at p = 64), if ../shared has it. Other work on the machine changes CPU seconds less than wall seconds.
@@ -61,7 +61,3 @@ BENCH = Benchmark(
     line=lambda name, row: f"{name}: median {statistics.median(row['s']):.3f} s",
     options=[option("--runs", type=int, default=21)],
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

@@ -1,6 +1,6 @@
 """Seconds to read and split Llama-3 8B from PyTorch, and autoparallel's.
 
-    python -m bench.search.torch_frontend [--only "all meshes"]
+    python -m bench search.torch_frontend [--only "all meshes"]
 
 64 devices, the model of transformers, forward and loss traced on meta tensors. ``one mesh`` is what autoparallel
 solves: the mesh is given. ``decomposed`` is the same with PyTorch's decomposition of the whole graph, which pase leaves
@@ -73,7 +73,3 @@ def prepare() -> None:
 BENCH = Benchmark(
     "torch_speed", ROWS, measured, named="{row}", head={"published": PUBLISHED}, prepare=prepare
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

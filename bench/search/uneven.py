@@ -1,6 +1,6 @@
 """Dims that the devices do not divide: padded and as written.
 
-    python -m bench.search.uneven [--only "gpt2, 8"]
+    python -m bench search.uneven [--only "gpt2, 8"]
 
 Both are compared with the next extents that the devices divide. ``layers`` is a model of one hidden layer; its machine
 is an H100 whose products take a million times as long, so that a small model is worth splitting. Its bound holds for
@@ -80,7 +80,3 @@ def measured(model: Callable[[str], Plan], divisible: Callable[[], Plan]) -> dic
 BENCH = Benchmark(
     "uneven", ROWS, measured, named="{case}", head={"devices": DEVICES, "target": "h100x8 (predicted)"}
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

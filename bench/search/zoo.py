@@ -1,7 +1,7 @@
 """Every zoo model compiled for 8, 32 and 64 devices.
 
-    python -m bench.search.zoo [--devices 8,32,64] [-o FILE] [MODEL…]
-    python -m bench.search.zoo llama3_405b --devices 1024,16384 -o bench/results/zoo_compile_405b.json
+    python -m bench search.zoo [--devices 8,32,64] [-o FILE] [MODEL…]
+    python -m bench search.zoo llama3_405b --devices 1024,16384 -o bench/results/zoo_compile_405b.json
 
 A row has the predicted step, the best baseline, and the seconds of this process on this machine with warm kernels.
 Writes bench/results/zoo_compile.json.
@@ -62,7 +62,3 @@ BENCH = Benchmark(
     options=[option("--devices", default="8,32,64", help="comma-separated")],
     prepare=lambda: pase.compile("zoo:mlp", devices=8),  # imports and kernels
 )
-
-
-if __name__ == "__main__":
-    BENCH.run()

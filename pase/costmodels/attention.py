@@ -14,7 +14,7 @@ all of their keys; units that have no queries left wait. Thus the time has
 Attention of float32 that keeps all bits runs at the kernel's own rate, too (``Device.peak_of``).
 
 A single token's queries (decode) fill 16 rows, and kernels for them divide the keys among units, so there are no waves:
-the keys' and values' way through memory decides. ``python -m bench.kernels`` compares with public tables.
+the keys' and values' way through memory decides. ``python -m bench kernels`` compares with public tables.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ squares until it multiplies at its rate. These products do not bring a card to i
 
 Five constants of a card and a rate of each dtype are fitted to a public table of some 20,000 products (the file names
 it), and the part that is left at the power limit to the table's longest products or to products that were timed within
-a model. A third of the rows is kept back from the fit. ``python -m bench.kernels`` compares.
+a model. A third of the rows is kept back from the fit. ``python -m bench kernels`` compares.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ another driver, a rate that the machine file has wrong. It was estimated as the 
 tables. Light ops (what is no product, convolution or attention) have one for each family in addition, since a norm and
 a lookup are other kernels: that of the families of one source around their mean. The last is an op's own, as the spread
 within a table; ops of different shapes are independent of each other in it. Kinds are independent of each other. All
-are the "residuals" of ``python -m bench.kernels`` and ``python -m bench.links``, without the rows that are kept back,
+are the "residuals" of ``python -m bench kernels`` and ``python -m bench links``, without the rows that are kept back,
 which test them. Steps were not used: they test the intervals.
 
 What is not in it: what a program does besides the work of its model. Collectives between nodes, for which there is no

@@ -12,7 +12,7 @@ def test_the_page_has_the_figures_of_the_result_files():
     for name, result in now.items():
         for f in accuracy.figures(name, result):
             assert f"| {f.what} | {f.rows:,} | {f.error:.1%} |" in shown, (
-                "python -m bench.pages.accuracy --since COMMIT"
+                "python -m bench pages.accuracy --since COMMIT"
             )
 
 

@@ -29,7 +29,7 @@ LAST = Path(__file__).parent / "last"
 
 @pytest.mark.parametrize("file", sorted(SCHEMAS))
 def test_the_committed_schema_is_the_types(file):
-    """To regenerate them after changing a form: python bench/pages/schemas.py."""
+    """To regenerate them after changing a form: python -m bench pages.schemas."""
     made = json.loads(json.dumps(SCHEMAS[file]()))
     jsonschema.Draft202012Validator.check_schema(made)
     assert json.loads((ROOT / file).read_text(encoding="utf-8")) == made

@@ -87,7 +87,6 @@ WITH_TORCH = {
 ELSEWHERE = {
     "pages.first_hour": "installs from a registry; test_commands runs the commands of its page",
     "netlab": "needs root; tests/netlab runs a part of it where it can",
-    "netlab.worker": "a process that netlab starts",
     "replay.tracelens": "needs TraceLens's traces",
     "replay.hta": "needs an environment with HolisticTraceAnalysis",
     "pages.accuracy": "writes a page that tests/bench/test_accuracy.py holds equal to the result files",
@@ -99,7 +98,7 @@ ELSEWHERE = {
     "audit.tpu_forms": "needs libtpu",
 }
 """Bench that no test runs -> the reason."""
-NO_OPTIONS = ("audit.tpu_forms", "netlab.worker", "pages.schemas")
+NO_OPTIONS = ("audit.tpu_forms", "pages.schemas")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PASE_DATA": str(SHARED)}
 
 
