@@ -49,8 +49,13 @@ class StagedModulePlan(JaxPlan[Tree, "Callable[..., tuple[Tree, Tree, Tree]]"]):
         return self.inner.mesh(devices)
 
     def device_put(self, *args: Tree, mesh: Tree = None) -> tuple[Tree, ...]:
-        """(model as a ``StagedModel``, *batch) where the plan stores them."""
-        params, *batch, state = self.inner.device_put(*self.modules.open_all(args).arguments, mesh=mesh)
+        """(model as a ``StagedModel``, *batch) where the plan stores them. The model may be one already."""
+        model, *batch = args
+        if isinstance(model, StagedModel):
+            given = (model.params, *batch, model.state)
+        else:
+            given = tuple(self.modules.open_all(args).arguments)
+        params, *batch, state = self.inner.device_put(*given, mesh=mesh)
         return StagedModel(params, state), *batch
 
     def gathered(self, tree: Tree) -> Tree:

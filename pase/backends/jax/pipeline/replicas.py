@@ -96,11 +96,9 @@ class JaxReplicas(JaxPlan["Sequence[JaxMesh]", "Callable[..., tuple[Tree, Tree, 
         self, params: Tree, *batch: Tree, mesh: Sequence[JaxMesh] | None = None
     ) -> tuple[Tree, ...]:
         """(params, *batch) as ``Replicated``: parameters on every replica, and each replica's share of the batch."""
-        meshes, shared = self._meshes(mesh), self._shared(batch)
-        placed = [
-            r.device_put(params, *mine, mesh=m)
-            for r, m, mine in zip(self.replicas, meshes, shared, strict=True)
-        ]
+        copies = _copies(params, len(self.replicas))
+        each = zip(self.replicas, self._meshes(mesh), copies, self._shared(batch), strict=True)
+        placed = [r.device_put(mine, *share, mesh=m) for r, m, mine, share in each]
         return tuple(Replicated(x) for x in zip(*placed, strict=True))
 
     def gathered(self, tree: Tree) -> Tree:
@@ -197,26 +195,36 @@ class JaxReplicas(JaxPlan["Sequence[JaxMesh]", "Callable[..., tuple[Tree, Tree, 
         return split_inputs(self.replicas[0].traced)
 
     def _shared(self, batch: Sequence[Tree]) -> list[tuple[Tree, ...]]:
-        """Each replica's share of a batch. A batch from ``device_put`` is already shared out.
+        """Each replica's share of a batch. What ``device_put`` placed is already shared out.
 
         Each of the step's m micro-batches consists of every m-th example.
         """
         import jax
 
-        if any(isinstance(x, Replicated) for x in batch):
-            return list(zip(*(x.parts for x in batch), strict=True))
-        total = sum(self.replica_split)
-        leaves, tree = jax.tree.flatten(tuple(arrays(tuple(batch))))
-        starts = [0, *itertools.accumulate(self.replica_split)]
-        if len(leaves) != len(self._divided):
+        given = [x.parts[0] if isinstance(x, Replicated) else x for x in map(arrays, batch)]
+        many = [len(jax.tree.leaves(x)) for x in given]
+        if sum(many) != len(self._divided):
             raise PaseError(
-                f"it has {len(leaves)} arrays, but the plan was compiled for {len(self._divided)}",
+                f"it has {sum(many)} arrays, but the plan was compiled for {len(self._divided)}",
                 where="the batch",
                 fix="pass the batch arguments that the plan was compiled for",
             )
+        divided = iter(self._divided)
+        split = [list(itertools.islice(divided, n)) for n in many]
+        parts = [
+            x.parts if isinstance(x, Replicated) else self._shares_of(arrays(x), on)
+            for x, on in zip(batch, split, strict=True)
+        ]
+        return list(zip(*parts, strict=True)) if parts else [()] * len(self.replicas)
 
-        def part(x: Array, divided: bool, first: int, stop: int) -> Array:
-            if not divided:
+    def _shares_of(self, argument: Tree, divided: Sequence[bool]) -> list[Tree]:
+        """Each replica's share of one argument. divided: whether the first dim of a leaf is the examples."""
+        import jax
+
+        total = sum(self.replica_split)
+
+        def part(x: Array, on: bool, first: int, stop: int) -> Array:
+            if not on:
                 return x
             if not x.shape or x.shape[0] % total:
                 raise PaseError(
@@ -226,9 +234,10 @@ class JaxReplicas(JaxPlan["Sequence[JaxMesh]", "Callable[..., tuple[Tree, Tree, 
                 )
             return x.reshape(-1, total, *x.shape[1:])[:, first:stop].reshape(-1, *x.shape[1:])
 
+        leaves, tree = jax.tree.flatten(argument)
         return [
-            jax.tree.unflatten(tree, [part(x, on, a, b) for x, on in zip(leaves, self._divided, strict=True)])
-            for a, b in itertools.pairwise(starts)
+            jax.tree.unflatten(tree, [part(x, on, a, b) for x, on in zip(leaves, divided, strict=True)])
+            for a, b in itertools.pairwise([0, *itertools.accumulate(self.replica_split)])
         ]
 
     def _value(self, values: Sequence[Tree]) -> Tree:

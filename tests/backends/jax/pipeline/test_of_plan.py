@@ -66,6 +66,31 @@ def test_what_was_placed_comes_back_whole(made: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("made", [in_one_program, in_stages, in_replicas])
+def test_what_was_placed_can_be_placed_with_the_next_batch(made: Any) -> None:
+    jp, params, batch = made()
+    placed, first = jp.device_put(params, batch)
+    loss = jp.loss()
+    again, second = jp.device_put(placed, batch * 0.5)
+    for mine, x in ((first, batch), (second, batch * 0.5)):
+        value, wanted = (jax.tree.leaves(loss(*given))[0] for given in ((again, mine), (params, x)))
+        np.testing.assert_allclose(value, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("made", ["none", 2, "replicas"])
+def test_a_model_that_a_step_returns_is_placed_with_the_next_batch(made: Any) -> None:
+    model, pipeline = Stack(rngs()), "none" if made == "none" else 2
+    plan = pase.compile(squares, model, BATCH, devices=4, pipeline=pipeline, baselines=False, accumulate=4)
+    jp = plan.jax if made != "replicas" else replicas(plan, (3, "1f1b", (2, 4)), (1, "1f1b", (3, 3))).jax
+    placed, batch = jp.device_put(model, BATCH)
+    step, state = jp.train_step(OPTIMIZER), jp.init(OPTIMIZER, placed)
+    placed, state, first = step(placed, state, batch)
+    placed, batch = jp.device_put(placed, BATCH)
+    placed, state, second = step(placed, state, batch)
+    _, _, third = step(placed, state, BATCH)
+    assert float(third) < float(second) < float(first)
+
+
 @pytest.mark.parametrize("pipeline", ["none", 2])
 def test_a_module_and_its_state_come_back_whole(pipeline: Any) -> None:
     model = Stack(rngs())
