@@ -237,7 +237,7 @@ class _RunningPlan:
             began = time.perf_counter()
             for _ in range(period):
                 self.state, loss = self.runner.step(self.state, *self.data[len(self.losses) % len(self.data)])
-                jax.block_until_ready((self.state.params, self.state.waiting, loss))
+                jax.block_until_ready((self.state.params, self.state.held, loss))
                 self.losses.append(float(loss))
             self.times.append((time.perf_counter() - began) / period)
 

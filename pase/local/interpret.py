@@ -230,7 +230,7 @@ class _NumpyRun:
         return self.resharded[o.transfer, at]
 
     def _sent_beside(self, transfer: int) -> list[int]:
-        """The transfers that may be in messages with this one, itself included."""
+        """The transfers that are sent in messages together with this one, itself included."""
         if transfer not in self._carried:
             return [transfer]
         makers = {k: self.program.maker[self.program.transfers[k].tensor] for k in self._carried}
@@ -238,8 +238,10 @@ class _NumpyRun:
 
     @cached_property
     def _carried(self) -> frozenset[int]:
-        """The transfers that messages carry."""
-        return frozenset(p.transfer for m in self.program.messages for p in m.chunks)
+        """The transfers of parameters that messages carry."""
+        program = self.program
+        every = {p.transfer for m in program.messages for p in m.chunks}
+        return frozenset(k for k in every if program.transfers[k].src in program.parameters)
 
     def _sent(self, way: TransferDirection, given: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """The values of transfers after their reshard steps, in messages if there are any. given: before the steps."""

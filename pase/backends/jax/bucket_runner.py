@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.make import one_program_plan
-from pase.backends.jax.steps.delayed import DelayedState, DelayedStepper
-from pase.backends.jax.steps.updates import WaitingGradients
+from pase.backends.jax.steps.delayed import DelayedStepper
 from pase.errors import PaseError
 from pase.frontends.jax.contexts import without_mesh
 from pase.frontends.jax.leaves import combine
@@ -45,13 +44,12 @@ __all__ = ["PlanRunner", "RunState", "step_from_plan"]
 class RunState:
     """The state between iterations.
 
-    waiting: the gradients of open updates, the oldest first (``pase.backends.jax.steps.updates.WaitingGradients``).
+    held: the optimizer's state. If messages are sent outside of the step's computation, it is a
+    ``pase.backends.jax.steps.delayed.DelayedState`` after the first step.
     """
 
     params: Tree
-    opt_state: Tree
-    iteration: int = 0
-    waiting: tuple[WaitingGradients, ...] = ()
+    held: Tree
 
 
 def step_from_plan(
@@ -138,27 +136,20 @@ class PlanRunner:
     def init(self, params: Tree) -> RunState:
         """The parameters in the plan's layouts, and the optimizer's first state. params: arrays in any layout."""
         (placed,) = self.jax.device_put(params, mesh=self.mesh)
-        return RunState(params=placed, opt_state=self.jax.init(self.optimizer, params, self.mesh))
+        return RunState(params=placed, held=self.jax.init(self.optimizer, params, self.mesh))
 
     @without_mesh()
     def step(self, state: RunState, *batch: Tree) -> tuple[RunState, Tree]:
         """Run one iteration. Returns (next state, loss of this batch under the parameters before the update)."""
-        if not isinstance(self.stepper, DelayedStepper):
-            params, opt_state, value = self.stepper(state.params, state.opt_state, *batch)
-            after = RunState(params=params, opt_state=opt_state, iteration=state.iteration + 1)
-        else:
-            params, held, value = self.stepper(state.params, _held(state), *batch)
-            after = RunState(
-                params=params, opt_state=held.optimizer, iteration=held.iteration, waiting=held.waiting
-            )
-        return after, value[0] if self.jax.traced.has_aux else value
+        params, held, value = self.stepper(state.params, state.held, *batch)
+        return RunState(params=params, held=held), value[0] if self.jax.traced.has_aux else value
 
     @without_mesh()
     def finish(self, state: RunState) -> tuple[Tree, Tree]:
         """(parameters, optimizer state) after the last step, with all updates that are still due applied."""
         if not isinstance(self.stepper, DelayedStepper):
-            return state.params, state.opt_state
-        return self.stepper.finish(state.params, _held(state))
+            return state.params, state.held
+        return self.stepper.finish(state.params, state.held)
 
     def left_over(self) -> tuple[str, ...]:
         """Parameters that are in no message. Each of them is sent by itself, where it is read."""
@@ -168,7 +159,3 @@ class PlanRunner:
             t.src for t in program.transfers if t.src in program.parameters and (t.backward or t.forward)
         }
         return tuple(sorted(moved - carried))
-
-
-def _held(state: RunState) -> DelayedState:
-    return DelayedState(optimizer=state.opt_state, waiting=state.waiting, iteration=state.iteration)

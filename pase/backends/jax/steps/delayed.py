@@ -74,6 +74,11 @@ class DelayedState:
     iteration: int = 0
 
 
+def _as_delayed(state: Tree) -> DelayedState:
+    """What a step passes on, or the optimizer's state before the first step."""
+    return state if isinstance(state, DelayedState) else DelayedState(optimizer=state)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ReadParameters:
     """Parameters in the form that their readers need.
@@ -360,7 +365,7 @@ class DelayedStepper:
 
     @without_mesh()
     def __call__(self, params: Tree, state: Tree, *batch: Tree) -> Tree:
-        given = state if isinstance(state, DelayedState) else DelayedState(optimizer=state)
+        given = _as_delayed(state)
         if _INSTEAD in self._made:
             return self._made[_INSTEAD](params, state, *batch)
         try:
@@ -400,21 +405,22 @@ class DelayedStepper:
             *_, waiting, _ = jax.eval_shape(run, arrays(params), state, waiting, *arrays(batch))
         return self.at(iteration).lower(params, state, waiting, *batch)
 
-    def finish(self, params: Tree, state: DelayedState) -> tuple[Tree, Tree]:
+    def finish(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
         """(parameters, optimizer state) after the last step.
 
         Sends the messages and applies the update that the next step would have handled before its forward.
         """
         import jax
 
-        iteration = DelayedIteration(program=self.manual.program, number=int(state.iteration))
+        given = _as_delayed(state)
+        iteration = DelayedIteration(program=self.manual.program, number=int(given.iteration))
         if not iteration.overdue:
-            return params, state.optimizer
+            return params, given.optimizer
         key = (_FINISH, iteration.key)
         if key not in self._made:
             shardings = self.training.shardings()
             self._made[key] = jax.jit(self._before(iteration), out_shardings=shardings)  # type: ignore[assignment]
-        return self._made[key](params, state.optimizer, list(state.waiting[: len(iteration.overdue)]))  # type: ignore[no-any-return]
+        return self._made[key](params, given.optimizer, list(given.waiting[: len(iteration.overdue)]))  # type: ignore[no-any-return]
 
     def _before(self, iteration: DelayedIteration) -> Callable[..., Tree]:
         """f(params, optimizer state, waiting) -> (params, optimizer state) after the overdue update is applied."""

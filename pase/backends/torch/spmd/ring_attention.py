@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends.torch.spmd.record import whole
+from pase.backends.torch.spmd.values import OpContext
 from pase.local.ring import Attended, RingAttention
 
 if TYPE_CHECKING:
@@ -14,17 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RowAttention", "ring_attention"]
 
+RingContext: TypeAlias = "OpContext[RingAttention[Tensor]]"
+
 _ROWS = 512
 """Number of queries processed together. It limits memory: their scores against all keys of a round exist at once."""
-
-
-class RingResiduals(Protocol):
-    """The autograd context of a call, with the residuals for its backward."""
-
-    ring: RingAttention[Tensor]
-    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 @cache
@@ -34,17 +28,16 @@ def _function() -> type[TorchFunction]:
 
     class Ring(torch.autograd.Function):
         @staticmethod
-        def forward(
-            ctx: RingResiduals, ring: RingAttention[Tensor], q: Tensor, k: Tensor, v: Tensor
-        ) -> Tensor:
+        def forward(ctx: RingContext, ring: RingAttention[Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out, residuals = ring.forward(q, k, v)
-            ctx.ring = ring
+            ctx.besides = ring
             ctx.save_for_backward(*residuals, out)  # ``out`` itself, because other ops may also keep it
             return out
 
         @staticmethod
-        def backward(ctx: RingResiduals, gradient: Tensor) -> tuple[Tensor | None, ...]:
-            return None, *ctx.ring.backward(*ctx.saved_tensors, gradient)
+        def backward(ctx: RingContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            q, k, v, sums, out = ctx.saved_tensors
+            return None, *ctx.besides.backward(q, k, v, sums, out, gradient)
 
     return Ring
 
