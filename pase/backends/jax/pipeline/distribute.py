@@ -7,6 +7,8 @@ program per rank between any two rounds of sending scalars.
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -217,7 +219,24 @@ class OnRanks:
             out_placement[v].on(key[1]) if v in out_placement and key[1] in out_placement[v].ranks else None
             for v in makes
         ]
-        return reads, makes, jax.jit(run, donate_argnums=0, out_shardings=shardings), donated
+        return reads, makes, _unwarned(jax.jit(run, donate_argnums=0, out_shardings=shardings)), donated
+
+
+def _unwarned(jitted: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+    """The function without JAX's warning, at its first call, that no result takes the memory of some donated arrays.
+
+    Gradients are donated to be freed: a step has no result to which their memory could go.
+    """
+    calls = itertools.count()
+
+    def run(*args: Sequence[Array]) -> list[Array]:
+        if next(calls):
+            return jitted(*args)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return jitted(*args)
+
+    return run
 
 
 def numbers_in(program: ClosedJaxpr | Jaxpr) -> Iterator[str]:

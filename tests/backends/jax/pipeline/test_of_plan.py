@@ -77,6 +77,7 @@ def test_what_was_placed_can_be_placed_with_the_next_batch(made: Any) -> None:
         np.testing.assert_allclose(value, wanted, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("error:Some donated buffers")
 @pytest.mark.parametrize("made", ["none", 2, "replicas"])
 def test_a_model_that_a_step_returns_is_placed_with_the_next_batch(made: Any) -> None:
     model, pipeline = Stack(rngs()), "none" if made == "none" else 2
