@@ -7,7 +7,6 @@ program per rank between any two rounds of sending scalars.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -223,15 +222,12 @@ class OnRanks:
 
 
 def _unwarned(jitted: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """The function without JAX's warning, at its first call, that no result takes the memory of some donated arrays.
+    """The function without JAX's warning that no result takes the memory of some donated arrays.
 
     Gradients are donated to be freed: a step has no result to which their memory could go.
     """
-    calls = itertools.count()
 
     def run(*args: Sequence[Array]) -> list[Array]:
-        if next(calls):
-            return jitted(*args)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             return jitted(*args)
