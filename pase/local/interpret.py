@@ -29,7 +29,7 @@ from pase.local.functions import COMPUTED
 from pase.local.halo import widened, widened_back
 from pase.local.lower import between, program_of
 from pase.local.messages import Sending, messages_among
-from pase.local.nests import LocalNest, coordinates
+from pase.local.nests import LocalNest, coordinates, refused
 from pase.local.op_rules import OpRule, rule_of
 from pase.local.reshard import resharded
 from pase.local.simulate import AllDevices, part_of, places, whole_of
@@ -200,9 +200,7 @@ class _NumpyRun:
             return tensor, (*indices[: len(inner) - 1], self._length(self._end(op)))
         made = op.op.loops[:-1] if op.op.name == "stack" else op.op.loops
         if any(s.kind == "program" for s in op.op.loops) or tuple(loops[: len(made)]) != made:
-            raise PaseError(
-                "the graph does not determine whether it runs", where=f"'{op.op.name}' at {op.op.source}"
-            )
+            raise refused(op.op, "the graph does not determine whether it runs")
         return tensor, indices[: len(made)]
 
     # Forward.
@@ -304,10 +302,10 @@ class _NumpyRun:
         if (rule := self._rule(op)) is not None:
             if op.sent:  # such as a ring of keys and values: no part can be computed by itself
                 kinds = ", ".join(dict.fromkeys(c.kind for c in op.sent))
-                raise PaseError(
-                    f"it sends data while it computes ({kinds}), so its rule cannot be applied part by part",
-                    where=f"'{op.op.name}' at {op.op.source}",
+                what = (
+                    f"it sends data while it computes ({kinds}), so its rule cannot be applied part by part"
                 )
+                raise refused(op.op, what)
             return self.devices.each(lambda at: rule.made([x[at] for x in read]))
         nest, (r,) = self._nest(op, False), op.results
         read[0] = self._widened(nest, op.operands[0], read[0])
@@ -349,10 +347,7 @@ class _NumpyRun:
         for dim, s in nest.sliding.items():
             split = any(self.program.mesh.sizes[axis] > 1 for _, axis in o.layout.along(dim))
             if split and max(s.before, s.behind) > (s.rows if o.halo else 0):
-                raise PaseError(
-                    "its window reads rows that no device sends",
-                    where=f"'{nest.op.name}' at {nest.op.source}",
-                )
+                raise refused(nest.op, "its window reads rows that no device sends")
         return {dim: (s.before, s.behind) for dim, s in nest.sliding.items()}
 
     def _widened(self, nest: LocalNest, o: LocalOperand, parts: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from pase.local.types import Combine, Extents, LocalOp, LocalOperand, LocalResul
 from pase.tables.axis_layout import AxisLayout
 from pase.tables.layouts import concrete_size
 
-__all__ = ["LocalNest", "SlidingDim", "coordinates"]
+__all__ = ["LocalNest", "SlidingDim", "coordinates", "refused"]
 
 _READS = {"reduce": 1, "view": 1, "window": 1, "matmul": 2, "conv": 2, "gather": 2, "scatter": 3}
 """Kind of op -> its number of operands, if its maps describe it fully."""
@@ -98,11 +98,7 @@ class LocalNest:
         known = op.function.name == "scatter_add" or op.function.name in COMPUTED
         known = known and len(op.reads) == _READS.get(op.kind, len(op.reads))
         if given is None or not known or len(op.writes) > 1:
-            raise PaseError(
-                "the graph does not determine what it computes",
-                where=f"'{op.name}' at {op.source}",
-                fix="pass its function as `rules`",
-            )
+            raise refused(op, "the graph does not determine what it computes", "pass its function as `rules`")
         whole = {d: concrete_size(space[d].size, op.name) for d in op.dims}
         values: Sequence[LocalOperand | LocalResult] = (*local.operands, *local.results)
         ways = dict.fromkeys(whole, 1)
@@ -113,20 +109,17 @@ class LocalNest:
         sizes = {d: n // ways[d] for d, n in whole.items()}
         sliding = _sliding(op, local, node, whole, ways, sizes)
         looked = _looked_up(op) if op.kind in ("gather", "scatter") else None
-        for position, (a, v) in enumerate(zip((*op.reads, *op.writes), values, strict=True)):
-            for dim, (n, walk) in enumerate(zip(v.shape, a.map.walks, strict=True)):
-                if not (position == 0 and dim in sliding) and n != math.prod(whole[d] for d in walk.dims):
-                    raise PaseError(
-                        f"it takes a part of '{v.tensor}', and the graph does not determine which",
-                        where=f"'{op.name}' at {op.source}",
-                        fix="pass its function as `rules`",
-                    )
+        of_parts = [
+            v.tensor
+            for position, (a, v) in enumerate(zip((*op.reads, *op.writes), values, strict=True))
+            for dim, (n, walk) in enumerate(zip(v.shape, a.map.walks, strict=True))
+            if not (position == 0 and dim in sliding) and n != math.prod(whole[d] for d in walk.dims)
+        ]
         if op.kind == "view" and set(op.reads[0].map.dims) - set(op.writes[0].map.dims):
-            raise PaseError(
-                f"it takes a part of '{values[0].tensor}', and the graph does not determine which",
-                where=f"'{op.name}' at {op.source}",
-                fix="pass its function as `rules`",
-            )
+            of_parts.append(values[0].tensor)
+        if of_parts:
+            what = f"it takes a part of '{of_parts[0]}', and the graph does not determine which"
+            raise refused(op, what, "pass its function as `rules`")
         return cls(
             op=op,
             combine=_POOLED.get(op.function.name, local.combine),
@@ -193,10 +186,8 @@ class LocalNest:
         out = [next(read) if n is None else n for n in self.numbers]
         if where is not None:
             if np.any((np.asarray(out[1]) < 0) | (np.asarray(out[1]) >= self.rows)):
-                raise PaseError(
-                    f"an index is outside of 0 to {self.rows - 1}, and the graph does not determine what it means",
-                    where=f"'{self.op.name}' at {self.op.source}",
-                )
+                what = f"an index is outside of 0 to {self.rows - 1}, and the graph does not determine what it means"
+                raise refused(self.op, what)
             out[1] = np.equal(out[1], where).astype(float)
         return out
 
@@ -244,13 +235,18 @@ class LocalNest:
         return self.collected(spread * slope, self.op.reads[i], "sum")
 
 
+def refused(op: Op, what: str, fix: str = "") -> PaseError:
+    """The error for an op that numpy cannot compute."""
+    return PaseError(what, where=f"'{op.name}' at {op.source}", fix=fix)
+
+
 def _looked_up(op: Op) -> str:
     """The dim of the table that the index selects from."""
     table = op.reads[0] if op.kind == "gather" else op.writes[0]
     others = {d for a in (*op.reads[1:], *(op.writes if op.kind == "gather" else ())) for d in a.map.dims}
     found = [d for d in table.map.dims if d not in others]
     if len(found) != 1:
-        raise PaseError("it does not look up single elements of one dim", where=f"'{op.name}' at {op.source}")
+        raise refused(op, "it does not look up single elements of one dim")
     return found[0]
 
 
@@ -274,9 +270,7 @@ def _sliding(
             continue
         w = w or Window(extent=1)
         if len(walk.dims) > 1:
-            raise PaseError(
-                "its window is not along exactly one iteration dim", where=f"'{op.name}' at {op.source}"
-            )
+            raise refused(op, "its window is not along exactly one iteration dim")
         (dim,), n = walk.dims or (f"{i}@",), local.operands[0].shape[i]  # none: the result has one element
         whole.setdefault(dim, 1)
         sizes.setdefault(dim, 1)
@@ -287,9 +281,7 @@ def _sliding(
             far = op.parameters.dilation[i] if isinstance(op.parameters, Windows) else 1
             tap, count = f"{dim}@", (w.extent - 1) // far + 1
         if count > 1 and (w.extent - 1) % (count - 1):
-            raise PaseError(
-                "the graph does not determine the dilation of its window", where=f"'{op.name}' at {op.source}"
-            )
+            raise refused(op, "the graph does not determine the dilation of its window")
         whole.setdefault(tap, count)
         sizes.setdefault(tap, count)
         found[i] = SlidingDim(

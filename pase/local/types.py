@@ -315,6 +315,15 @@ class LocalProgram:
         return {k: tuple(ops) for k, ops in found.items()}
 
     @cached_property
+    def uses(self) -> Mapping[str, tuple[tuple[LocalOp, LocalOperand], ...]]:
+        """Tensor of the traced program -> the ops that read it or a copy of it, each with the operand."""
+        found: dict[str, list[tuple[LocalOp, LocalOperand]]] = {}
+        for op in self.ops:
+            for o in op.operands:
+                found.setdefault(self.original(o.tensor), []).append((op, o))
+        return {t: tuple(uses) for t, uses in found.items()}
+
+    @cached_property
     def maker(self) -> Mapping[str, LocalOp]:
         """Tensor -> the op that makes it."""
         return {r.tensor: op for op in self.ops for r in op.results}

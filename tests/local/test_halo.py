@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from pase.local.halo import widened, widened_back
+from pase.ir import functions
+from pase.local.halo import borders_of, widened, widened_back
 from pase.local.simulate import AllDevices, part_of, places
 from pase.machine import Mesh
+from pase.ops import GraphBuilder, windows
 from pase.tables.axis_layout import AxisLayout
 
 MESH = Mesh(names=("a", "b", "c"), sizes=(2, 2, 2))
@@ -34,3 +36,14 @@ def test_each_device_gets_the_rows_around_its_part(borders):
     zero_edges = widened(x, borders, LAYOUT, None, devices)
     assert back.shape == x.shape
     np.testing.assert_allclose((back * x).sum(), (g * zero_edges).sum(), rtol=1e-12)
+
+
+def test_borders_are_those_of_the_dims_under_a_window():
+    """Also if the op reads a dim for examples that the operand does not have."""
+    b = GraphBuilder("g")
+    x = b.input("x", (1, 8, 8, 4), "float32")
+    slides = windows.Sliding(strides=(1, 1, 1, 1), padding=(0, 1, 2, 0))
+    windows.window_reduce(b, functions.WINDOW_SUM, x, x.shape, (1, 3, 5, 1), slides)
+    op = b.finish().nodes[-1].main
+    assert borders_of(op, range(4), 4) == {1: (1, 1), 2: (2, 2)}
+    assert borders_of(op, [0, 2], 3) == {0: (1, 1)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -128,11 +128,10 @@ class NodeOps:
         anything else reads what is inside, or the scores have a gradient carrier."""
         own = pick.own
         inner = {id(pair.local) for pair in own}
-        others = (op for op in self.walk.program.ops if id(op) not in inner)
         of_scores, of_ids = own[-1].local.operands
-        if any(
-            self.walk.program.original(o.tensor) in pick.inside for op in others for o in op.operands
-        ) or not (of_scores.transfer is None or self.walk.unchanged(of_scores.transfer)):
+        if any(id(op) not in inner for op in self._readers(pick.inside)) or not (
+            of_scores.transfer is None or self.walk.unchanged(of_scores.transfer)
+        ):
             return False
         scores = self.walk.read(own[2].local.operands[0], self.body)
         if scores.gradient_carrier is not None or (scores.array.requires_grad and not pick.differentiated):
@@ -149,11 +148,7 @@ class NodeOps:
 
     def _negated(self, pick: PickOps) -> bool:
         """Whether the look-up makes its result with the other sign, because nothing else reads it."""
-        if pick.negation is None:
-            return False
-        made = pick.own[-1].makes
-        every = (o for op in self.walk.program.ops for o in op.operands)
-        return sum(self.walk.program.original(o.tensor) == made for o in every) == 1
+        return pick.negation is not None and len(self.walk.program.uses[pick.own[-1].makes]) == 1
 
     def _after_pick(self, pick: PickOps) -> None:
         """Run the other ops of a look-up's node. What the look-up has done already passes its operand on."""
@@ -174,8 +169,7 @@ class NodeOps:
         norm = NormOps.of(work) if "batch_norm" in self._name else None
         if norm is None:
             return None
-        others = (op for op in self.walk.program.ops if op.op.eqn.path != self.path)
-        if any(o.tensor in norm.inside for op in others for o in op.operands):
+        if any(op.op.eqn.path != self.path for op in self._readers(norm.inside)):
             return None
         statistics = (u for u in self.node.users if u.target is operator.getitem and u.args[1] in (1, 2))
         return None if any(u.users for u in statistics) else norm
@@ -210,6 +204,10 @@ class NodeOps:
         for pair, value in done:
             self._keep_seen(pair, value)
         return True
+
+    def _readers(self, tensors: Collection[str]) -> Iterator[LocalOp]:
+        """The ops that read any of these tensors."""
+        return (op for t in tensors for op, _ in self.walk.program.uses.get(t, ()))
 
     def _total(self, work: Sequence[OpPair]) -> str | None:
         """The sum of a loss over a batch that is split, of which the loss is the mean. PyTorch's own op computes it

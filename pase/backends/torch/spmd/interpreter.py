@@ -349,22 +349,14 @@ class RankWalk:
     def _only_ways(self) -> frozenset[int]:
         """The transfers that pass a parameter, or a view of it, on as it is, once in a micro-batch, if nothing else
         reads it."""
-        program, read = self.program, dict[str, list[tuple[LocalOp, int | None]]]()
-        for op in program.ops:
-            for o in op.operands:
-                read.setdefault(program.original(o.tensor), []).append((op, o.transfer))
-        found = set()
+        program, found = self.program, set()
         for t in self._stored.values():
-            uses = read.get(t, [])
-            while [n for _, n in uses] == [None] and uses[0][0].node in program.parameters:
-                uses = read.get(uses[0][0].results[0].tensor, [])
-            numbers = {n for _, n in uses if n is not None and not program.transfers[n].forward}
-            if (
-                len(numbers) == 1
-                and len({n for _, n in uses}) == 1
-                and not any(op.op.loops for op, _ in uses)
-            ):
-                found |= numbers
+            uses = program.uses.get(t, ())
+            while [o.transfer for _, o in uses] == [None] and uses[0][0].node in program.parameters:
+                uses = program.uses.get(uses[0][0].results[0].tensor, ())
+            numbers = {o.transfer for _, o in uses}
+            if len(numbers) == 1 and not any(op.op.loops for op, _ in uses):
+                found |= {n for n in numbers if n is not None and not program.transfers[n].forward}
         return frozenset(found)
 
     def _of_parameters(self, pair: OpPair) -> bool:
@@ -406,17 +398,13 @@ class RankWalk:
     def _leave(self) -> dict[Block, frozenset[str]]:
         """Block -> tensors computed in it that ops outside of it read."""
         held_by = holders(self.blocks)
-        made: dict[Block, set[str]] = {b: set() for b in self.blocks}
-        read: dict[Block, set[str]] = {b: set() for b in self.blocks}
-        for op in self.program.ops:
-            found = held_by(op.op.eqn)
-            mine = self.blocks[found[0]] if found else None
-            if mine is not None:
-                made[mine] |= {r.tensor for r in op.results}
-            for b in self.blocks if op.op.kind != "copy" else ():
-                if b != mine:
-                    read[b] |= {self.program.original(o.tensor) for o in op.operands}
-        return {b: frozenset(made[b] & read[b]) for b in self.blocks}
+        blocks = {id(op): held_by(op.op.eqn)[:1] for op in self.program.ops}  # none, or one
+        left: dict[Block, set[str]] = {b: set() for b in self.blocks}
+        for tensor, uses in self.program.uses.items():
+            mine = blocks.get(id(self.program.maker.get(tensor)), ())
+            if mine and any(blocks[id(op)] != mine and op.op.kind != "copy" for op, _ in uses):
+                left[self.blocks[mine[0]]].add(tensor)
+        return {b: frozenset(tensors) for b, tensors in left.items()}
 
     def _step(
         self,
