@@ -52,7 +52,7 @@ def with_own_columns(raw: Graph, ranks: int) -> Graph:
             changed |= {c.node: _in_shares(raw, c, ranks) for c in found}
         elif all(len(r) == 1 for r in taken):
             changed |= {n.name: _parts_last(raw, n, axis) for n, axis in _apart(raw, columns, of)}
-    return replace(raw, nodes=tuple(changed.get(n.name, n) for n in raw.nodes))
+    return replace(raw, nodes=tuple(changed.get(n.name, n) for n in raw.nodes)) if changed else raw
 
 
 def _found(raw: Graph) -> tuple[Mapping[tuple[str, int], Columns], Mapping[Columns, list[_ColumnCut]]]:

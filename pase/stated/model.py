@@ -10,6 +10,7 @@ from pase.compiler.problem.problem import SplitProblem
 from pase.errors import Infeasible, PaseError
 from pase.frontends.blocks import block_ways
 from pase.ir import Graph, Op, named, simplify
+from pase.once import once
 from pase.stated.columns import with_own_columns
 from pase.stated.price import Priced, price_strategy
 from pase.stated.program import Program
@@ -79,11 +80,13 @@ def micro_batch_graph(traced: Traced, parts: int, tensor: int = 1) -> Graph:
     tensor: the ranks of tensor parallelism, each of which has its own columns of each part of a merged product.
     """
     raw = traced.graph if parts == 1 else block_ways(traced).micro(traced, parts).graph
-    return _unmarked(named(simplify(with_own_columns(raw, tensor) if tensor > 1 else raw)))
+    return _unmarked(with_own_columns(raw, tensor) if tensor > 1 else raw)
 
 
-def _unmarked(graph: Graph) -> Graph:
-    """Return the graph without recomputation, because the strategy decides what is recomputed."""
+@once
+def _unmarked(raw: Graph) -> Graph:
+    """Return a traced graph, simplified, without recomputation, because the strategy decides what is recomputed."""
+    graph = named(simplify(raw))
 
     def plain(op: Op) -> Op:
         reads = tuple(replace(a, recompute=False) for a in op.reads)
