@@ -281,19 +281,12 @@ def _held(
     op, result = program.maker[name], program.result(name)
     wide = program.original(op.operands[0].tensor)
     if wide != on.tensor:  # the plan broadcasts the flags to the value's shape
-        spread = program.maker[wide]
-        (wanted,) = walk.matched(spread, [on])
-        flags = on if wanted is None else walk.received(on, wanted, cache)
+        (flags,) = walk.as_read(program.maker[wide], [on], cache)
         r = program.result(wide)
         here = r.layout.local_shape(r.shape, program.mesh)
         array = jax.lax.broadcast_in_dim(flags.array, here, range(flags.array.ndim))
         on = DeviceValue(array=array, tensor=wide, layout=r.layout)
-    values = (on, new, before)
-    read = [
-        h if w is None else walk.received(h, w, cache)
-        for h, w in zip(values, walk.matched(op, values), strict=True)
-    ]
-    array = jax.lax.select(*(h.array for h in read))
+    array = jax.lax.select(*(h.array for h in walk.as_read(op, (on, new, before), cache)))
     return DeviceValue(array=array, tensor=name, layout=result.layout)
 
 
@@ -305,8 +298,8 @@ def manual_cond(
 
     names = walk.traced.results[at]
     index, *operands = ins
-    meets = [walk.program.maker.get(n) for n in names]
-    if any(m is None for m in meets):
+    meets = [walk.program.maker[n] for n in names if n in walk.program.maker]
+    if len(meets) < len(names):
         raise walk.refusal(eqn, "a branch returns a value that depends on no data")
 
     def branch(k: int, closed: ClosedJaxpr) -> Callable[..., list[Array]]:
@@ -316,17 +309,12 @@ def manual_cond(
                 closed.jaxpr, closed.consts, unpacked(operands, arrays), f"{at.path}.{k}.", inside
             )
             left = _in_loop_layouts(walk, at, "out", outs, inside, k)
-            met = [walk.matched(m, [h])[0] for m, h in zip(meets, left, strict=True) if m is not None]
-            return [
-                (h if w is None else walk.received(h, w, inside)).array
-                for h, w in zip(left, met, strict=True)
-            ]
+            return [walk.as_read(m, [h], inside)[0].array for m, h in zip(meets, left, strict=True)]
 
         return run
 
     for m in meets[:1]:
-        wanted = None if m is None else walk.matched(m, [index])[0]
-        index = index if wanted is None else walk.received(index, wanted, cache)
+        (index,) = walk.as_read(m, [index], cache)
     walk = walk.within(f"a branch at {source_line(eqn)}")
     branches = [branch(k, closed) for k, closed in enumerate(eqn.params["branches"])]
     for each in branches:

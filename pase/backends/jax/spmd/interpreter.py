@@ -339,6 +339,11 @@ class ManualWalk(JaxprWalk[DeviceValue, Cache]):
             return self.program.original(operand.tensor) == value.tensor
         return operand.constant and operand.shape == tuple(getattr(value.array, "shape", ()))
 
+    def as_read(self, op: LocalOp, values: Sequence[DeviceValue], cache: Cache) -> list[DeviceValue]:
+        """The values in the layouts in which an op reads them. A literal stays as it is."""
+        wanted = self.matched(op, values)
+        return [h if w is None else self.received(h, w, cache) for h, w in zip(values, wanted, strict=True)]
+
     def received(self, value: DeviceValue, wanted: LocalOperand, cache: Cache) -> DeviceValue:
         """The value in the layout in which an op reads it."""
         if value.layout is None:  # a constant, whole on every device
