@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -161,6 +163,25 @@ def refuses(words):
 
 def is_killed():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+HOLDS = """
+import multiprocessing
+from pase.backends.torch.local_ranks import on_local_ranks
+held = []
+def run():  # as libraries that show progress do
+    held.append(multiprocessing.get_context("spawn").RLock())
+    return 7
+if __name__ == "__main__":
+    print(on_local_ranks(2, run))
+"""
+
+
+@pytest.mark.torch
+def test_ranks_leave_nothing_behind(tmp_path):
+    (tmp_path / "holds.py").write_text(HOLDS)
+    done = subprocess.run([sys.executable, "holds.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("7\n", "")
 
 
 @pytest.mark.torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import pickle
@@ -57,5 +58,7 @@ def _rank(rank: int, count: int, folder: str, run: Callable[..., object], args: 
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Gloo's threads may abort the interpreter's shutdown.
+    # Gloo's threads may abort the interpreter's shutdown. What libraries do at exit, such as giving semaphores back, is
+    # done before.
+    atexit._run_exitfuncs()
     os._exit(0)

@@ -130,9 +130,10 @@ class CompileOptions:
     )
     carry: Mapping[int, Tree] | None = _option(
         None,
-        "State that one call returns and the next takes, such as batch statistics or a KV cache: batch argument -> the "
-        "position of its next value in the function's result. For example {1: 1} or {1: (1, 'batch_stats')}; on the "
-        "command line 1=1 or 1=1.batch_stats. Both values get the same layout.",
+        "State that one call returns and the next takes, such as batch statistics or a KV cache: the number of an "
+        "argument after the parameters, from 0 -> the position of its next value in the function's result. For "
+        "example {1: 1} or {1: (1, 'batch_stats')}; on the command line 1=1 or 1=1.batch_stats. Both values get the "
+        "same layout.",
         "--carry",
         metavar="ARGUMENT=PLACE",
         pairs=parse_places,

@@ -121,6 +121,17 @@ def threaded(
     numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))
     leaves = jax.tree.leaves(out)
     found: dict[int, int] = {}
+
+    def mismatch(k: int, what: str, like: str) -> PaseError:
+        """like: what argument and next value must have in common."""
+        if k in following:
+            return PaseError(what, where=f"argument {k}", fix=f"return a next value of the same {like}")
+        return PaseError(
+            what,
+            where=f"argument {k}, which carry={{{k - stored}: …}} names",
+            fix=f"return a next value of the same {like}; carry counts the arguments after the parameters from 0",
+        )
+
     for k, at in pairs.items():
         if not 0 <= k < len(args):
             raise PaseError(
@@ -142,22 +153,22 @@ def threaded(
         given, new = jax.tree.leaves(args[k]), jax.tree.leaves(inside, is_leaf=absent)
         form: Tree = jax.tree.structure(args[k])
         if form != jax.tree.structure(inside, is_leaf=absent):
-            raise PaseError(
+            raise mismatch(
+                k,
                 f"it has the structure {form}, but its next value, which the function returns at {at}, has "
                 f"{jax.tree.structure(inside)}",
-                where=f"argument {k}",
-                fix="return a next value of the same structure",
+                "structure",
             )
         for i, (x, j) in enumerate(zip(given, new, strict=True)):
             if j is None:
                 continue
             y = leaves[j]
             if (x.shape, x.dtype) != (y.shape, y.dtype):
-                raise PaseError(
+                raise mismatch(
+                    k,
                     f"it has a leaf {x.dtype}{list(x.shape)}, but its next value, which the function returns at {at}, "
                     f"is {y.dtype}{list(y.shape)}",
-                    where=f"argument {k}",
-                    fix="return a next value of the same shape and dtype",
+                    "shape and dtype",
                 )
             found[first[k] + i] = j
     return found

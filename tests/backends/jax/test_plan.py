@@ -255,6 +255,19 @@ def test_an_optimizer_state_that_changes_is_no_batch() -> None:
         pase.compile(step, jnp.ones((8, 4)), jnp.ones((8, 4)), jnp.ones((16,)), devices=8, mode="step")
 
 
+def test_a_wrong_number_in_carry_is_named() -> None:
+    """The state is argument 0 after the parameters, not 1."""
+    with pytest.raises(pase.PaseError) as e:
+        pase.compile(
+            lambda p, state, x: (jnp.mean(x @ p) + state["sum"], {"sum": state["sum"] + 1}),
+            *(jnp.ones((8, 8)), {"sum": jnp.float32(0)}, jnp.ones((8, 8))),
+            devices=8,
+            carry={1: 1},
+        )
+    assert e.value.where == "argument 2, which carry={1: …} names"
+    assert "carry counts the arguments after the parameters from 0" in e.value.fix
+
+
 def test_on_one_device_the_step_is_the_program_as_it_is_written() -> None:
     """It has the equations of the plain step and gives its numbers; a recomputed or a placed program is walked."""
 
