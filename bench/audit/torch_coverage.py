@@ -36,6 +36,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bench.cases import csv_rows
 from bench.processes import forks_of, row_apart
 from bench.runner import Benchmark, option, wanted
 
@@ -44,99 +45,6 @@ OF_TRANSFORMERS = "transformers.models.mixtral.modeling_mixtral"
 CPU_S, MEMORY = 120, 24 << 30
 BATCH, SEQUENCE, LAYERS, DEVICES = 8, 64, 2, 8
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "decoder_layers", "encoder_layers")
-
-
-HUGGINGFACE = [
-    "AlbertForMaskedLM",
-    "AlbertForQuestionAnswering",
-    "LongformerForMaskedLM",
-    "BartForCausalLM",
-    "BartForConditionalGeneration",
-    "BertForMaskedLM",
-    "BertForQuestionAnswering",
-    "BlenderbotForCausalLM",
-    "BlenderbotForConditionalGeneration",
-    "BlenderbotSmallForCausalLM",
-    "BlenderbotSmallForConditionalGeneration",
-    "CamembertForMaskedLM",
-    "DebertaV2ForMaskedLM",
-    "DebertaV2ForQuestionAnswering",
-    "DistilBertForMaskedLM",
-    "DistilBertForQuestionAnswering",
-    "GPT2LMHeadModel",
-    "ElectraForCausalLM",
-    "ElectraForQuestionAnswering",
-    "GPT2ForSequenceClassification",
-    "GPTJForCausalLM",
-    "GPTJForQuestionAnswering",
-    "GPTNeoForCausalLM",
-    "GPTNeoForSequenceClassification",
-    "FNetForMaskedLM",
-    "LayoutLMForMaskedLM",
-    "LayoutLMForSequenceClassification",
-    "M2M100ForConditionalGeneration",
-    "MBartForCausalLM",
-    "MBartForConditionalGeneration",
-    "MT5ForConditionalGeneration",
-    "MegatronBertForCausalLM",
-    "MegatronBertForQuestionAnswering",
-    "MobileBertForMaskedLM",
-    "MobileBertForQuestionAnswering",
-    "OPTForCausalLM",
-    "PLBartForCausalLM",
-    "PLBartForConditionalGeneration",
-    "PegasusForCausalLM",
-    "PegasusForConditionalGeneration",
-    "RobertaForCausalLM",
-    "RobertaForQuestionAnswering",
-    "T5ForConditionalGeneration",
-    "TrOCRForCausalLM",
-    "XGLMForCausalLM",
-    "XLNetLMHeadModel",
-    "ConvBertForMaskedLM",
-    "LlamaForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForConditionalGeneration",
-    "WhisperForConditionalGeneration",
-    "Qwen3ForCausalLM",
-    "MistralForCausalLM",
-    "GptOssForCausalLM",
-]
-"""The list's names as classes. Its T5Small is T5ForConditionalGeneration, and its CamemBert CamembertForMaskedLM."""
-TIMM = [
-    "inception_v3",
-    "beit_base_patch16_224",
-    "convnextv2_nano",
-    "deit_base_distilled_patch16_224",
-    "deit_tiny_patch16_224",
-    "dm_nfnet_f0",
-    "ghostnet_100",
-    "mobilenetv2_100",
-    "mobilenetv3_large_100",
-    "mobilevit_s",
-    "nfnet_l0",
-    "repvgg_a2",
-    "swin_base_patch4_window7_224",
-    "tf_efficientnet_b0",
-    "visformer_small",
-    "vit_base_patch14_dinov2",
-    "vit_base_patch16_siglip_256",
-]
-"""The names without those of weights: adv_inception_v3 is inception_v3."""
-TORCHVISION = [
-    "alexnet",
-    "densenet121",
-    "mnasnet1_0",
-    "mobilenet_v2",
-    "mobilenet_v3_large",
-    "resnet152",
-    "resnet18",
-    "resnet50",
-    "resnext50_32x4d",
-    "shufflenet_v2_x1_0",
-    "squeezenet1_1",
-    "vgg16",
-]
 
 
 def lists() -> dict[str, list[str]]:
@@ -150,11 +58,11 @@ def lists() -> dict[str, list[str]]:
 
 def listed_names() -> dict[str, list[str]]:
     """Returns the rows of each list, including lists whose package is not installed."""
+    listed = csv_rows(Path(__file__).with_suffix(".csv"))
     return {
         "causal": names(),
-        "huggingface": sorted(HUGGINGFACE),
-        "timm": [f"timm:{n}" for n in TIMM],
-        "torchvision": [f"torchvision:{n}" for n in TORCHVISION],
+        "huggingface": [r["name"] for r in listed if r["list"] == "huggingface"],
+        **{k: [f"{k}:{r['name']}" for r in listed if r["list"] == k] for k in ("timm", "torchvision")},
     }
 
 

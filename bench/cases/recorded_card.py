@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from bench.cases import csv_rows
 from pase.calibrate.card_ops import CardOp
 
 __all__ = ["RecordedCard", "recorded_card"]
@@ -51,16 +51,15 @@ def recorded_card(file: Path) -> RecordedCard:
     """The card of a table with the columns kind, dtype, shape, note and device_s: its products, convolutions and light
     ops that a calibration has, too."""
     times: dict[CardOp, float] = {}
-    with file.open(newline="") as f:
-        for r in csv.DictReader(f):
-            shape, dtype = [int(x) for x in r["shape"].split("x")], r["dtype"]
-            op = None
-            if r["kind"] == "matmul" and r["note"] == "nn":
-                op = CardOp(kind="matmul", dtype=dtype, extents=(1, *shape))
-            elif r["kind"] == "conv" and r["note"] == "forward" and shape[-1] == 1:
-                op = CardOp(kind="conv", dtype=dtype, extents=tuple(shape[:-1]))
-            elif form := _FORMS.get((r["kind"], r["note"])):
-                op = CardOp(kind="memory", dtype=dtype, extents=(1, *shape)[-2:], form=form)
-            if op is not None and not (op.form in ("norm", "softmax") and op.extents[-1] > _LONGEST):
-                times[op] = float(r["device_s"])
+    for r in csv_rows(file):
+        shape, dtype = [int(x) for x in r["shape"].split("x")], r["dtype"]
+        op = None
+        if r["kind"] == "matmul" and r["note"] == "nn":
+            op = CardOp(kind="matmul", dtype=dtype, extents=(1, *shape))
+        elif r["kind"] == "conv" and r["note"] == "forward" and shape[-1] == 1:
+            op = CardOp(kind="conv", dtype=dtype, extents=tuple(shape[:-1]))
+        elif form := _FORMS.get((r["kind"], r["note"])):
+            op = CardOp(kind="memory", dtype=dtype, extents=(1, *shape)[-2:], form=form)
+        if op is not None and not (op.form in ("norm", "softmax") and op.extents[-1] > _LONGEST):
+            times[op] = float(r["device_s"])
     return RecordedCard(times=times)

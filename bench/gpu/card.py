@@ -10,7 +10,6 @@ bench/results/gpu_card.json.
 
 from __future__ import annotations
 
-import csv
 import statistics
 import tempfile
 import warnings
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.cases import csv_rows
 from bench.cases.recorded_card import recorded_card
 from bench.runner import option, parser, save
 from pase.calibrate.card import CardFit, calibrate_card, card_facts, card_file
@@ -53,8 +53,7 @@ def another(base: Machine) -> Machine:
 def recorded(folder: Path, count: int | None = None) -> dict[str, Any]:
     """Row by base file: errors of ops that were not fitted and of steps, before and after. count: of the steps."""
     base = load("h100x8")
-    with (folder / "steps.csv").open(newline="") as f:
-        steps = {r["spec"]: float(r["step_s"]) for r in [*csv.DictReader(f)][:count]}
+    steps = {r["spec"]: float(r["step_s"]) for r in csv_rows(folder / "steps.csv")[:count]}
     rows = {}
     for name, begin in (("h100x8 as shipped", base), ("other figures", another(base))):
         card = recorded_card(folder / "ops.csv")

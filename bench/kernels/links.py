@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.cases import csv_rows
 from bench.kernels.rows import SYSTEMS, KernelRows, Price, TableReader, kept_back, table
 from pase import machine
 from pase.costmodels.analytic import Analytic
@@ -90,8 +90,7 @@ def _vidur(file: Path) -> Iterator[KernelRows]:
     """All-reduces within a node and sends, by PyTorch. A row is the median of its repetitions, in whole microseconds:
     those below 10 us are left out."""
     _, _, _, box, op = file.stem.split("__")
-    with file.open(newline="") as f:
-        rows = [r for r in csv.DictReader(f) if float(r[f"time_stats.{op}.median"]) >= 0.01]
+    rows = [r for r in csv_rows(file) if float(r[f"time_stats.{op}.median"]) >= 0.01]
     groups = defaultdict(list)
     for r in rows:
         inside = r["num_workers"] == r["devices_per_node"]
@@ -146,8 +145,7 @@ _WAYS = {"dispatch": _EIGHT_BITS, "combine": 2.0}
 
 def _rccl(file: Path) -> Iterator[KernelRows]:
     """FSDP's collectives in a trace of eight MI300X, without the time in which devices wait for the last one."""
-    with file.open(newline="") as f:
-        rows = [r for r in csv.DictReader(f) if r["Collective name"] in _KINDS]
+    rows = [r for r in csv_rows(file) if r["Collective name"] in _KINDS]
     for r in rows:
         kind = _KINDS[r["Collective name"]]
         nbytes = np.array([float(r["Full msg size (MB)"]) * 2**20])
@@ -163,11 +161,10 @@ def _rccl(file: Path) -> Iterator[KernelRows]:
 def _tuning(file: Path) -> Iterator[KernelRows]:
     """What NCCL 2.27 assumes on H100 nodes, at its best algorithm and protocol for each size."""
     lines: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
-    with file.open(newline="") as f:
-        for r in csv.DictReader(f):
-            group = "all_gather" if "AGRS" in r["table"] else "all_reduce"
-            line = float(r["latency_us"]) * 1e-6, 1e-9 / float(r["bandwidth_GBps"])
-            lines[group, int(r["n_nodes"]), int(r["gpus_per_node"])].append(line)
+    for r in csv_rows(file):
+        group = "all_gather" if "AGRS" in r["table"] else "all_reduce"
+        line = float(r["latency_us"]) * 1e-6, 1e-9 / float(r["bandwidth_GBps"])
+        lines[group, int(r["n_nodes"]), int(r["gpus_per_node"])].append(line)
     nbytes = np.geomspace(2**20, 2**32, 13)
     for (group, nodes, ways), known in lines.items():
         alpha, beta = (np.array(x)[:, None] for x in zip(*known, strict=True))

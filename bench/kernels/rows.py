@@ -6,7 +6,6 @@ machine file stands for are left out.
 
 from __future__ import annotations
 
-import csv
 import fnmatch
 import json
 import re
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.cases import csv_rows
 from bench.kernels.by_rule import PROGRAMS, bytes_moved, convolution
 from bench.published.cards import card
 from pase import machine
@@ -229,8 +229,7 @@ def _experts(file: Path) -> Iterator[KernelRows]:
 
 def _vidur(file: Path) -> Iterator[KernelRows]:
     """The ops of a layer of Llama-2 70B, timed within the model. Each row is the median of its repetitions."""
-    with file.open(newline="") as f:
-        rows = list(csv.DictReader(f))
+    rows = csv_rows(file)
     chip = machine.load(f"{file.name.split('__')[3]}x8")
     tokens, ways = (
         np.array([float(r[c]) for r in rows]) for c in ("num_tokens", "num_tensor_parallel_workers")
@@ -271,8 +270,7 @@ def _vidur(file: Path) -> Iterator[KernelRows]:
 def _all_bits(file: Path) -> Iterator[KernelRows]:
     """Products of float32 in PyTorch, which rounds no factor unless it is told to."""
     kind = "batched product" if "bmm" in file.name else "product"
-    with file.open(newline="") as f:
-        rows = list(csv.DictReader(f))
+    rows = csv_rows(file)
     for name, chip in {"NVIDIA H100 80GB HBM3": machine.load("h100x8"), **_pcie()}.items():
         own = [r for r in rows if r["Device"] == name]
         b, m, n, k = (np.array([float(r[c]) for r in own]) for c in "BMNK")
@@ -293,8 +291,7 @@ def _pcie() -> dict[str, Machine]:
 def _neusight(file: Path) -> Iterator[KernelRows]:
     """Softmax and layer norm in float32."""
     kind = "softmax" if "softmax" in file.name else "norm"
-    with file.open(newline="") as f:
-        rows = list(csv.DictReader(f))
+    rows = csv_rows(file)
     for name, chip in _pcie().items():
         own = [r for r in rows if r["Device"] == name]
         b, h = (np.array([float(r[c]) for r in own]) for c in "BH")
@@ -351,8 +348,7 @@ def _with_bytes(
 
 def _tracelens(file: Path) -> Iterator[KernelRows]:
     """The products of one model in PyTorch. Above 10 us: below, the times are those of the launch."""
-    with file.open(newline="") as f:
-        rows = [r for r in csv.DictReader(f) if float(r["Kernel Time (µs)_median"]) > 10]
+    rows = [r for r in csv_rows(file) if float(r["Kernel Time (µs)_median"]) > 10]
     m, n, k, b = (np.array([float(r[f"param: {c}"]) for r in rows]) for c in "MNKB")
     yield KernelRows(
         kind="product bfloat16, in a model",
@@ -367,20 +363,19 @@ def _tracelens(file: Path) -> Iterator[KernelRows]:
 def _ops(file: Path) -> Iterator[KernelRows]:
     """Single ops by XLA on an H100. Each row is a group of its own kind; ``read`` joins them."""
     h100 = machine.load("h100x8")
-    with file.open(newline="") as f:
-        for r in csv.DictReader(f):
-            found = _op_price(r["kind"], r["dtype"], [int(x) for x in r["shape"].split("x")], r["note"])
-            if found is not None:
-                kind, price = found
-                if r["kind"] in _LIGHT:
-                    price = _sum(price, _without_gap)
-                yield KernelRows(
-                    kind=f"{kind} {r['dtype']}, XLA",
-                    machine=h100,
-                    seconds=np.array([float(r["device_s"])]),
-                    price=price,
-                    kept=kept_back([r["kind"]], [r["dtype"]], [r["shape"]], [r["note"]]),
-                )
+    for r in csv_rows(file):
+        found = _op_price(r["kind"], r["dtype"], [int(x) for x in r["shape"].split("x")], r["note"])
+        if found is not None:
+            kind, price = found
+            if r["kind"] in _LIGHT:
+                price = _sum(price, _without_gap)
+            yield KernelRows(
+                kind=f"{kind} {r['dtype']}, XLA",
+                machine=h100,
+                seconds=np.array([float(r["device_s"])]),
+                price=price,
+                kept=kept_back([r["kind"]], [r["dtype"]], [r["shape"]], [r["note"]]),
+            )
 
 
 def _without_gap(model: CostModel) -> np.ndarray:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.published.amp_rows import FORWARD_S, HOMOGENEOUS, UNEQUAL
+from bench.cases import csv_rows
 from bench.published.megatron_gpt import padded_vocabulary
 from bench.published.vtrain import graph_of
 from bench.runner import Benchmark
@@ -60,6 +60,16 @@ dropout and addition (megatron/model/transformer.py)."""
 _MASK_BYTES = SEQUENCE * SEQUENCE * 2
 """The mask that each rank sends with activations, in half precision (runtime/pipe/engine.py, _exec_send_activations).
 """
+FORWARD_S = {
+    ("NVIDIA T4", 1): (0.27e-3, 5.47e-3, 3.08e-3),
+    ("NVIDIA T4", 2): (1.55e-3, 5.96e-3, 1.23e-3),
+    ("NVIDIA T4", 4): (1.83e-3, 5.58e-3, 0.66e-3),
+    ("NVIDIA V100 SXM2 16GB", 1): (0.37e-3, 3.92e-3, 2.46e-3),
+    ("NVIDIA V100 SXM2 16GB", 2): (1.32e-3, 5.24e-3, 1.28e-3),
+    ("NVIDIA V100 SXM2 16GB", 4): (1.31e-3, 4.52e-3, 0.69e-3),
+}
+"""Device and tensor parallelism -> measured seconds of one example's forward: embedding, block (mean of 24), head.
+known_cost/gpt2_{G4,P3}_{1,2,4}.npy of the same commit. AMP predicts from these alone."""
 _FORWARDS = 2
 """How often a block's forward runs."""
 _SUMMED_COPIES = (2 + 2) + (2 + 4) + (4 + 4) + (4 + 2) + (2 + 2)
@@ -69,7 +79,12 @@ divided, cast back to half precision, and copied into the gradients."""
 
 @dataclass(frozen=True, kw_only=True)
 class AmpTrial:
-    """A measured step. cuts: the first layer of each stage, and the end."""
+    """A measured step on 4 hosts of 4 T4 (AWS g4dn.12xlarge: ``homogeneous``), or on 3 hosts of 4 V100 (p3.8xlarge) and
+    one of 4 T4. Trials that ran out of memory are left out.
+
+    theirs_s: AMP's prediction. cuts: the first layer of each stage, and the end. Of 30 layers, the first is the
+    embedding, 2 to 25 are blocks, and 28 is the head.
+    """
 
     table: str
     micro: int
@@ -93,21 +108,18 @@ class AmpTrial:
 
 def trials() -> Iterator[AmpTrial]:
     """Yields the measured steps of both tables, in the order in which AMP predicts them."""
-    for table, text in (("homogeneous", HOMOGENEOUS), ("unequal", UNEQUAL)):
-        for line in text.split("\n"):
-            if line:
-                *numbers, theirs, measured, cuts = line.split()
-                micro, tensor, data, stages = map(int, numbers)
-                yield AmpTrial(
-                    table=table,
-                    micro=micro,
-                    tensor=tensor,
-                    data=data,
-                    stages=stages,
-                    theirs_s=float(theirs),
-                    measured_s=float(measured),
-                    cuts=tuple(map(int, cuts.split(","))),
-                )
+    for r in csv_rows(Path(__file__).with_suffix(".csv")):
+        micro, tensor, data, stages = (int(r[k]) for k in ("micro", "tensor", "data", "stages"))
+        yield AmpTrial(
+            table=r["table"],
+            micro=micro,
+            tensor=tensor,
+            data=data,
+            stages=stages,
+            theirs_s=float(r["theirs_s"]),
+            measured_s=float(r["measured_s"]),
+            cuts=tuple(map(int, r["cuts"].split())),
+        )
 
 
 def hosts(table: str) -> list[Machine]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from bench.cases import csv_rows
 from bench.published.megatron_gpt import padded_vocabulary
 from bench.published.vtrain import graph_of, strategy
 from bench.runner import Benchmark
@@ -39,56 +41,11 @@ class Published:
     selective_s: float
 
 
-MODELS = (
-    Published(
-        name="22B",
-        d=6144,
-        heads=64,
-        layers=48,
-        batch=4,
-        micro_batch=4,
-        stages=1,
-        chunks=1,
-        full_s=1.42,
-        selective_s=1.10,
-    ),
-    Published(
-        name="175B",
-        d=12288,
-        heads=96,
-        layers=96,
-        batch=64,
-        micro_batch=1,
-        stages=8,
-        chunks=3,
-        full_s=18.13,
-        selective_s=13.75,
-    ),
-    Published(
-        name="530B",
-        d=20480,
-        heads=128,
-        layers=105,
-        batch=280,
-        micro_batch=1,
-        stages=35,
-        chunks=3,
-        full_s=49.05,
-        selective_s=37.83,
-    ),
-    Published(
-        name="1T",
-        d=25600,
-        heads=160,
-        layers=128,
-        batch=512,
-        micro_batch=1,
-        stages=64,
-        chunks=1,
-        full_s=94.42,
-        selective_s=71.49,
-    ),
-)
+_TIMES = ("full_s", "selective_s")
+MODELS = [
+    Published(name=r.pop("name"), **{k: float(r.pop(k)) for k in _TIMES}, **{k: int(v) for k, v in r.items()})
+    for r in csv_rows(Path(__file__).with_suffix(".csv"))
+]
 
 
 MEGATRON = replace(

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.cases import SHARED
+from bench.cases import SHARED, csv_rows
 from bench.published.megatron_gpt import gpt, padded_vocabulary
 from bench.runner import option, parser, save
 from pase.costmodels.analytic import Analytic
@@ -47,14 +47,10 @@ def recorded(file: Path) -> list[dict[str, str]]:
     """Returns the rows that have a peak, each with what its test's own file says. Raises PaseError if it is no such
     table."""
     try:
-        with _FACTS.open(newline="") as f:
-            facts = {f"gpt/{r['case']}": r for r in csv.DictReader(line for line in f if line[0] != "#")}
-        with file.open(newline="") as f:
-            return [
-                r | facts.get(r["case"], {}) | {"case": r["case"]}
-                for r in csv.DictReader(f)
-                if r["max_alloc_bytes"]
-            ]
+        facts = {f"gpt/{r['case']}": r for r in csv_rows(_FACTS)}
+        return [
+            r | facts.get(r["case"], {}) | {"case": r["case"]} for r in csv_rows(file) if r["max_alloc_bytes"]
+        ]
     except (OSError, KeyError, ValueError, csv.Error) as e:
         raise PaseError(f"this is no table of Megatron's peaks: {e}", where=str(file)) from e
 

@@ -16,44 +16,14 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.cases import SHARED
-from bench.published.rows import PublishedRow
+from bench.cases import SHARED, csv_rows
+from bench.published.rows import PublishedRow, shapes
 from bench.published.steps import report
 from pase.errors import PaseError
 
 __all__ = ["main", "read"]
 
-_SHAPES: Mapping[str, Mapping[str, str]] = {
-    "gpt3": {
-        "model": "gpt-3 175B",
-        "layers": "96",
-        "hidden": "12288",
-        "heads": "96",
-        "ffn": "49152",
-        "vocab": "51200",
-        "seq": "2048",
-    },
-    "llama31_405b": {
-        "model": "llama-3.1 405B",
-        "layers": "126",
-        "hidden": "16384",
-        "heads": "128",
-        "kv_heads": "8",
-        "ffn": "53248",
-        "vocab": "128256",
-        "seq": "8192",
-    },
-    "llama31_8b": {
-        "model": "llama-3.1 8B",
-        "layers": "32",
-        "hidden": "4096",
-        "heads": "32",
-        "kv_heads": "8",
-        "ffn": "14336",
-        "vocab": "128256",
-        "seq": "8192",
-    },
-}
+_SHAPES = shapes("mlperf")
 """The benchmarks' own models: mlcommons/training, large_language_model (gpt3), large_language_model_pretraining, and
 small_llm_pretraining."""
 _ADAPTERS = "it trains adapters beside frozen weights, which no stated strategy has"
@@ -74,8 +44,7 @@ def _card(text: str) -> str | None:
 def read(path: str | Path) -> list[PublishedRow]:
     """Reads the table's trusted rows. Raises PaseError if it is not such a table."""
     try:
-        with open(path, newline="", encoding="utf-8") as f:
-            rows = list(csv.DictReader(f))
+        rows = csv_rows(path)
         return [_row(i, r) for i, r in enumerate(rows, 1) if r["config_trust"] == "high" and _own_settings(r)]
     except (OSError, UnicodeDecodeError, csv.Error, KeyError, ValueError) as e:
         raise PaseError(f"this is no table of MLPerf's submissions: {e}", where=str(path)) from e

@@ -12,13 +12,12 @@ several devices, of fused kernels and of forward alone are left out, too. Writes
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pase
-from bench.cases import SHARED
+from bench.cases import SHARED, csv_rows
 from bench.published.cards import card
 from bench.published.vtrain import accuracy
 from bench.runner import Benchmark
@@ -69,18 +68,17 @@ class TrainingRow:
 
 def rows() -> Iterator[TrainingRow]:
     """Reads the rows of training on one of the cards."""
-    with FILE.open(newline="") as f:
-        for r in csv.DictReader(f):
-            model, mode, *shape = r["case"].split("-")
-            if r["gpu"] in CARDS and model in MODELS and mode == "train" and len(shape) == 2:
-                yield TrainingRow(
-                    card=r["gpu"],
-                    model=model,
-                    seq=int(shape[0]),
-                    batch=int(shape[1]),
-                    forward_s=float(r["fw_latency"]) * 1e-3,
-                    backward_s=float(r["bwall_latency"]) * 1e-3,
-                )
+    for r in csv_rows(FILE):
+        model, mode, *shape = r["case"].split("-")
+        if r["gpu"] in CARDS and model in MODELS and mode == "train" and len(shape) == 2:
+            yield TrainingRow(
+                card=r["gpu"],
+                model=model,
+                seq=int(shape[0]),
+                batch=int(shape[1]),
+                forward_s=float(r["fw_latency"]) * 1e-3,
+                backward_s=float(r["bwall_latency"]) * 1e-3,
+            )
 
 
 def predict(row: TrainingRow) -> tuple[PassTime, PassTime]:

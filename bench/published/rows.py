@@ -6,11 +6,13 @@ import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from bench.cases import csv_rows
 from pase.errors import PaseError
 
-__all__ = ["PublishedRow", "read"]
+__all__ = ["PublishedRow", "read", "shapes"]
 
 _NEEDED = ("id", "layers", "hidden", "heads", "gpu", "gpus", "seq")
 _UNKNOWN = ("", "unknown", "-", "?", "n/a", "none told")
@@ -89,3 +91,11 @@ def read(path: str | Path) -> list[PublishedRow]:
     return [
         PublishedRow(id=(r.get("id") or "").strip() or f"row{i}", columns=r) for i, r in enumerate(rows, 1)
     ]
+
+
+@cache
+def shapes(of: str) -> dict[str, dict[str, str]]:
+    """Returns the shapes of models in one source's terms (``shapes.csv``), by its names for them."""
+    every = csv_rows(Path(__file__).with_name("shapes.csv"))
+    mine = {r.pop("name"): r for r in every if r.pop("of") == of}
+    return {name: {k: v for k, v in r.items() if v} for name, r in mine.items()}

@@ -10,52 +10,16 @@ optimizer. ``pase calibrate --from-table`` makes a machine file of the table of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from bench.cases import SHARED
-from bench.published.rows import PublishedRow
+from bench.published.rows import PublishedRow, shapes
 from bench.published.steps import report
 from pase.errors import PaseError
 
 __all__ = ["main", "read"]
 
-_SHAPES: Mapping[str, Mapping[str, str]] = {
-    "llama3_70b": {
-        "model": "llama-3 70B",
-        "hidden": "8192",
-        "heads": "64",
-        "kv_heads": "8",
-        "ffn": "28672",
-        "vocab": "128256",
-    },
-    "llama3_405b": {
-        "model": "llama-3 405B",
-        "hidden": "16384",
-        "heads": "128",
-        "kv_heads": "16",
-        "ffn": "53248",
-        "vocab": "128256",
-    },
-    "deepseekv2": {
-        "model": "deepseek-v2",
-        "hidden": "5120",
-        "heads": "128",
-        "experts": "160",
-        "top_k": "6",
-        "ffn_expert": "1536",
-        "vocab": "102400",
-    },
-    "deepseekv3": {
-        "model": "deepseek-v3",
-        "hidden": "7168",
-        "heads": "128",
-        "experts": "256",
-        "top_k": "8",
-        "ffn_expert": "2048",
-        "vocab": "129280",
-    },
-}
+_SHAPES = shapes("simumax")
 """The public config.json of each model, but for Llama 3.1 405B, which their script runs with 16 heads of keys. Its
 mixtures have one layer without experts (run_pretrain_deepseekv2.sh: MOE_LAYER_FREQ)."""
 _DEGREES = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "l": "layers", "seq": "seq"}
