@@ -8,7 +8,7 @@ Second, the host needs time for every kernel, which a small model does not hide.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -46,6 +46,16 @@ backward 2.3 to 2.8 times as long on H100, 1.6 and 2.4 times on A100, for 4,096 
 (linkedin/Liger-Kernel@ead96b61, benchmark/data/all_benchmark_data.csv). torch.nn.RMSNorm in bfloat16: 1.2 to 1.7 and
 2.3 to 2.8 times on H200, 1.3 to 1.8 and 3.0 to 3.5 times on GB200, where cuDNN's kernel takes 1.1 and 1.1 to 1.4 times
 (NVIDIA/cudnn-frontend@3929da2, benchmark/norms/results)."""
+
+_ROW_READERS = {"softmax": (2, 2), "log_softmax": (2, 1)}
+"""A call of PyTorch whose kernel passes over each row several times -> how many arrays of its result's size forward and
+backward read again. Forward reads a row for its maximum, for its sum, and to make the result. Backward sums the
+gradient (times the result, if there is no logarithm) before it reads both (aten/src/ATen/native/cuda/SoftMax.cu)."""
+_ROW_BYTES = 49_152
+"""The longest row, in bytes, that such a kernel finds in the cache again. Softmax in PyTorch on A100 takes the time of
+one read and one write at 0.85 of the memory bandwidth for up to 8,192 columns of float32 (1.05 and 1.09), 1.3 times as
+long for 10,240, 1.5 and 1.6 times for 12,288, and 1.9 times for 16,384 (NeuSight's table of softmax, A100 of 40 and
+80 GB). The rows of a vocabulary do not stay in any GPU's cache, because each of its units works on some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,11 +472,7 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
     times = float(concrete_size(node.times, node.name))
 
     def local(accesses: Iterable[Access]) -> float:
-        total = 0.0
-        for a in accesses:
-            t = graph.tensors[a.tensor]
-            total += float(local_bytes(node, t, a, cfg, mesh)[0])
-        return total
+        return _local_bytes_of(graph, node, accesses, cfg, mesh)
 
     def moved(kernel: _FusedKernel, nbytes: float, phase: Phase, again: bool = False) -> Work:
         return Work(
@@ -481,8 +487,9 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
 
     for kernel in _kernels(graph, node, executor):
         longer = executor.traffic.get(kernel.name, (1.0, 1.0))
+        there, back_again = _read_again(graph, kernel, local)
         if not kernel.inside:
-            nbytes = longer[0] * (local(kernel.reads) + local(kernel.writes))
+            nbytes = longer[0] * (local(kernel.reads) + local(kernel.writes)) + there
             again = any(op.remat for op in kernel.ops)
             yield moved(kernel, nbytes, "backward" if kernel.backward else "forward", again)
         if kernel.passes_back(graph):
@@ -493,8 +500,35 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
         if grads and not kernel.inside:
             masks = [a for a in kernel.reads if graph.tensors[a.tensor].dtype == "bool"]
             recompute = local(masks) if kernel.reads_masks_only else local(kernel.reads)
-            back = longer[1] * (local(kernel.writes) + local(grads) + recompute)
+            back = longer[1] * (local(kernel.writes) + local(grads) + recompute) + back_again
             yield moved(kernel, back, "backward")
+
+
+def _local_bytes_of(
+    graph: Graph, node: Node, accesses: Iterable[Access], cfg: np.ndarray, mesh: Mesh
+) -> float:
+    """Return the bytes that a device has of what is read or written."""
+    return sum(float(local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)[0]) for a in accesses)
+
+
+def _read_again(
+    graph: Graph, kernel: _FusedKernel, local: Callable[[Iterable[Access]], float]
+) -> tuple[float, float]:
+    """Return the bytes that forward and backward of a kernel read again, because its rows do not stay in the cache.
+
+    local: the bytes that a device has.
+    """
+    arrays = _ROW_READERS.get(kernel.ops[0].source.call) if _calls(graph) else None
+    sums = [op for op in kernel.ops if op.kind == "reduce"]
+    if arrays is None or not sums:
+        return 0.0, 0.0
+    (read,), (made,) = sums[0].reads, sums[0].writes
+    if set(read.map.walks[-1].dims) <= set(made.map.dims):
+        return 0.0, 0.0  # not a row in memory, which another kernel reads
+    row = local([read]) / local([made]) * graph.tensors[made.tensor].itemsize
+    if row <= _ROW_BYTES:
+        return 0.0, 0.0
+    return arrays[0] * local(kernel.writes), arrays[1] * local(kernel.writes)
 
 
 def _rerun(graph: Graph) -> Graph:

@@ -82,6 +82,7 @@ WITH_TORCH = {
     "audit.torch_memory": '--only "BERT data parallel 8"',
     "audit.torch_gathered_again": "--only GPT-2",
     "published.neusight": '--only "bert_large 2x512" -o neusight.json',
+    "published.torch_h100": '--only "bert eager" -o torch_h100.json',
 }
 """Bench that needs PyTorch -> its smallest arguments."""
 ELSEWHERE = {

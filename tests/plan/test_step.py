@@ -15,7 +15,16 @@ from pase.costmodels.analytic import Analytic
 from pase.frontends import registry
 from pase.frontends.jax.frontend import trace
 from pase.machine import Host, Mesh, load
-from pase.plan.step import COMPILED, EAGER, Executor, launches, on_host, saved_by_kernels, step_time
+from pase.plan.step import (
+    COMPILED,
+    EAGER,
+    Executor,
+    executed_work,
+    launches,
+    on_host,
+    saved_by_kernels,
+    step_time,
+)
 from pase.search.check import cost_of
 
 ROOT = Path(__file__).parents[2]
@@ -223,6 +232,46 @@ def test_pytorch_runs_as_many_kernels_as_it_dispatches():
     assert sum(launches(graph, n, EAGER)["forward"] for n in graph.nodes) == kernels + 1, ran
     wide = [k for n in graph.nodes for k in saved_by_kernels(graph, n, EAGER)]
     assert sum(graph.tensors[a.tensor].dtype == "bool" for a in wide) <= 1
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("of", "dim", "again"),
+    [
+        ("softmax", -1, (2, 2)),
+        ("log_softmax", -1, (2, 1)),
+        ("log_softmax", 0, (0, 0)),
+        ("relu", None, (0, 0)),
+    ],
+)
+def test_rows_that_leave_the_cache_are_read_again(of, dim, again):
+    """By a kernel that passes over each row several times: arrays in forward and in backward, beyond those of a short
+    row. A row is in the last dim, which is dense in memory."""
+    import torch
+
+    class Rows(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            x = x * self.scale
+            return (x.relu() if dim is None else getattr(torch, of)(x, dim)).square().mean()
+
+    model = Analytic(load("h100x8"))
+    bytes_of = {}
+    for columns in (4096, 65536):
+        traced = registry.trace(Rows(), (torch.empty(65536 // 16, columns, device="meta"),))
+        graph = SplitProblem.of(traced.graph, 1, load("h100x8"), "analytic", "adam").graph
+        mesh, whole = Mesh(names=("x",), sizes=(1,)), np.full((1, 1), -1, np.int8)
+        work = [w for n in graph.nodes for w in executed_work(graph, n, whole, mesh, model, EAGER, "adam")]
+        bytes_of[columns] = [
+            sum(w.times * w.nbytes.item() for w in work if w.phase == phase and w.kind == "memory") / columns
+            for phase in ("forward", "backward")
+        ]
+    array = 4 * 65536 // 16
+    more = [(long - short) / array for short, long in zip(*bytes_of.values(), strict=True)]
+    assert more == pytest.approx(again, abs=0.01)
 
 
 @pytest.mark.torch
