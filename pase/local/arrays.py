@@ -31,7 +31,7 @@ A = TypeVar("A")
 ArrayBranch: TypeAlias = Callable[[], Sequence[A]]
 
 RoundVisit: TypeAlias = Callable[["A | int", Sequence[A], Sequence[A]], Sequence[A]]
-"""(round, arrays that have come from another device, state) -> the next state, and summands of what they collect"""
+"""(round, arrays that have come from another device, state) -> the next state, and summands"""
 
 
 class Arrays(ABC, Generic[A]):
@@ -161,28 +161,29 @@ class Arrays(ABC, Generic[A]):
         return [self.permute(x, axes, pairs) for x in xs]
 
     def around(
-        self,
-        axes: Sequence[str],
-        passed: Sequence[A],
-        state: Sequence[A],
-        sums: Sequence[A],
-        visit: RoundVisit[A],
+        self, axes: Sequence[str], passed: Sequence[A], count: int, visit: RoundVisit[A]
     ) -> tuple[Sequence[A], Sequence[A]]:
         """Pass arrays around the n devices along these axes, which form a ring.
 
-        In round t of 1 … n-1, device i visits what device i-t has passed on. Sums of what the visits return travel with
-        these arrays, and return to their device at the end. Returns (the last state, the sums).
+        In round t of 0 … n-1, device i visits what device i-t has passed on. A visit returns the state, ``count``
+        arrays (none before the first round), and summands. The sums travel with the arrays that are passed on, and
+        return to their device at the end. Returns (the last state, the sums).
         """
         n = self.ways(axes)
         onwards = [(i, (i + 1) % n) for i in range(n)]
+        made = visit(0, passed, ())
         for t in range(1, n):
+            state, sums = made[:count], made[count:]
             arrived = self.permute_all([*sums, *passed], axes, onwards)
-            passed = arrived[len(sums) :]
+            sums, passed = arrived[: len(sums)], arrived[len(sums) :]
+            del made, arrived  # they would stay in memory while the visit computes
             made = visit(t, passed, state)
-            before: Sequence[Tree] = arrived[: len(sums)]
-            state = made[: len(state)]
-            sums = [x + y for x, y in zip(before, made[len(state) :], strict=True)]
+            made = [*made[:count], *self._added(sums, made[count:])]
+        state, sums = made[:count], made[count:]
         return state, self.permute_all(sums, axes, onwards) if sums else sums
+
+    def _added(self, xs: Sequence[Tree], ys: Sequence[A]) -> list[A]:
+        return [x + y for x, y in zip(xs, ys, strict=True)]
 
     def neighbours(self, x: A, axes: Sequence[str], dim: int, first: int, last: int) -> tuple[A, A]:
         """Send the first rows of a dim to the previous device, and the last rows to the next device.

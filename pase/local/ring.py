@@ -24,9 +24,9 @@ __all__ = ["Attended", "AttentionFunctions", "RingAttention", "merged"]
 
 A = TypeVar("A")
 
-AttentionVisit: TypeAlias = Callable[[Sequence[A], Sequence[A], Sequence[A]], Sequence[A]]
-"""(the state of some queries, other arrays of these queries, keys and values) -> the next state, and in backward the
-gradients of these keys and values"""
+AttentionVisit: TypeAlias = Callable[[Sequence[A], Sequence[A], Sequence[A], bool], Sequence[A]]
+"""(the state of some queries, which is empty at first, other arrays of these queries, keys and values, whether the mask
+is causal) -> the next state, and in backward the gradients of these keys and values"""
 
 
 class Attended(NamedTuple, Generic[A]):
@@ -87,16 +87,13 @@ class RingAttention(Generic[A]):
         if deals:
             q, k, v = self._dealt([q, k, v])
 
-        def attended(q: A, keys: Sequence[A], causal: bool = False) -> list[A]:
+        def visit(before: Sequence[A], queries: Sequence[A], keys: Sequence[A], causal: bool) -> Sequence[A]:
             k, v = keys
-            result, sums = self.kernel.forward(q, k, v, causal=causal, scale=self.scale)
-            return [self.arrays.cast(result, sums), sums]
+            result, sums = self.kernel.forward(queries[0], k, v, causal=causal, scale=self.scale)
+            made = self.arrays.cast(result, sums), sums
+            return merged(before, made, self.arrays) if before else made
 
-        def visit(done: Sequence[A], queries: Sequence[A], keys: Sequence[A]) -> Sequence[A]:
-            return merged(done, attended(queries[0], keys), self.arrays)
-
-        first = attended(q, (k, v), self.causal)
-        (result, sums), _ = self._around((q,), (k, v), first, (), visit)
+        (result, sums), _ = self._around((q,), (k, v), 2, visit)
         result = self.arrays.cast(result, q)
         return (self._undealt([result])[0] if deals else result), (q, k, v, sums)
 
@@ -105,20 +102,17 @@ class RingAttention(Generic[A]):
         deals = self._deals(k)
         if deals:
             result, gradient = self._dealt([result, gradient])
-        by_query = (q, result, sums, gradient)
 
-        def gradients(by_query: Sequence[A], keys: Sequence[A], causal: bool = False) -> list[A]:
+        def visit(
+            total: Sequence[Tree], by_query: Sequence[A], keys: Sequence[A], causal: bool
+        ) -> Sequence[A]:
             (q, result, sums, gradient), (k, v) = by_query, keys
             done = Attended(q, k, v, result, sums)
             made = self.kernel.backward(done, gradient, causal=causal, scale=self.scale)
-            return [self.arrays.cast(x, sums) for x in made]
+            more, *of_keys = (self.arrays.cast(x, sums) for x in made)
+            return [total[0] + more if total else more, *of_keys]
 
-        def visit(total: Sequence[Tree], by_query: Sequence[A], keys: Sequence[A]) -> Sequence[A]:
-            more, *of_keys = gradients(by_query, keys)
-            return [total[0] + more, *of_keys]
-
-        dq, *of_keys = gradients(by_query, (k, v), self.causal)
-        (dq,), (dk, dv) = self._around(by_query, (k, v), (dq,), of_keys, visit)
+        (dq,), (dk, dv) = self._around((q, result, sums, gradient), (k, v), 1, visit, collects=True)
         made = [self.arrays.cast(x, like) for x, like in ((dq, q), (dk, k), (dv, v))]
         dq, dk, dv = self._undealt(made) if deals else made
         return dq, dk, dv
@@ -127,44 +121,47 @@ class RingAttention(Generic[A]):
         self,
         by_query: Sequence[A],
         keys: Sequence[A],
-        state: Sequence[A],
-        of_keys: Sequence[A],
+        count: int,
         visit: AttentionVisit[A],
+        collects: bool = False,
     ) -> tuple[Sequence[A], Sequence[A]]:
         """(the state of the queries, the gradients of keys and values) after all rounds. In each, ``visit`` gets the
         queries that attend to any of the round's keys, and the keys that they attend to.
 
-        by_query: other arrays of the queries. state, of_keys: what there is after the device's own keys.
+        by_query: other arrays of the queries. count: the arrays of the state. collects: whether it is backward.
         """
-        arrays, dim, count, deals = self.arrays, self.positions, len(state), self._deals(keys[0])
+        arrays, dim, deals = self.arrays, self.positions, self._deals(keys[0])
 
         def turn(t: A | int, keys: Sequence[A], state: Sequence[A]) -> Sequence[A]:
             def all_keys() -> Sequence[A]:
-                return visit(state, by_query, keys)
+                return visit(state, by_query, keys, False)
 
             def no_keys() -> Sequence[A]:
-                return [*state, *map(arrays.library.zeros_like, of_keys)]
+                zeros = map(arrays.library.zeros_like, keys if collects else ())
+                return [*state, *(arrays.cast(x, state[0]) for x in zeros)]
 
             def first_keys() -> Sequence[A]:
                 """The first chunk of a lower device's keys is before all queries, the second chunk is after them."""
                 first, second = self._chunks(keys)
-                made, rows = visit(state, by_query, first), arrays.shape(second[0])[dim]
+                made, rows = visit(state, by_query, first, False), arrays.shape(second[0])[dim]
                 return [*made[:count], *(arrays.padded(x, dim, 0, rows) for x in made[count:])]
 
             def last_queries() -> Sequence[A]:
                 """The keys of a higher device are between the two chunks of queries."""
                 done, last = self._chunks(state)
-                made = visit(last, self._chunks(by_query)[1], keys)
+                made = visit(last, self._chunks(by_query)[1], keys, False)
                 both = zip(done, made[:count], strict=True)
                 return [*(arrays.concat(pair, dim) for pair in both), *made[count:]]
 
+            if not state:
+                return visit(state, by_query, keys, self.causal)
             if not self.causal:
                 return all_keys()
             number: Tree = arrays.number(self.axes)
             lower, higher = (first_keys, last_queries) if deals else (all_keys, no_keys)
             return arrays.either(number >= t, lower, higher)
 
-        return arrays.around(self.axes, keys, state, of_keys, turn)
+        return arrays.around(self.axes, keys, count, turn)
 
     # The redistribution of positions under a causal mask.
 

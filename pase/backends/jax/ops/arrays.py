@@ -126,15 +126,10 @@ class JaxArrays(Arrays["Array"]):
         return self._jax.lax.ppermute(x, tuple(axes), pairs)
 
     def around(
-        self,
-        axes: Sequence[str],
-        passed: Sequence[Array],
-        state: Sequence[Array],
-        sums: Sequence[Array],
-        visit: RoundVisit[Array],
+        self, axes: Sequence[str], passed: Sequence[Array], count: int, visit: RoundVisit[Array]
     ) -> tuple[Sequence[Array], Sequence[Array]]:
-        """All rounds but the last are one loop. The arrays of the next round are sent while a round computes."""
-        n, count = self.ways(axes), len(state)
+        """All rounds but the first and the last are one loop. What is passed on is sent while a round computes."""
+        n = self.ways(axes)
         pairs = [(i, (i + 1) % n) for i in range(n)]
 
         def onwards(xs: Sequence[Array]) -> tuple[Array, ...]:
@@ -143,14 +138,14 @@ class JaxArrays(Arrays["Array"]):
         def visited(carry: tuple[tuple[Array, ...], ...], t: Array | int) -> tuple[tuple[Array, ...], ...]:
             passed, state, sums = carry
             made = visit(t, passed, state)
-            summed = (x + y for x, y in zip(onwards(sums), made[count:], strict=True))
-            return passed, tuple(made[:count]), tuple(summed)
+            return passed, tuple(made[:count]), tuple(self._added(onwards(sums), made[count:]))
 
         def iteration(carry: tuple[tuple[Array, ...], ...], t: Array) -> Tree:
             passed, *others = visited(carry, t)
             return (onwards(passed), *others), None
 
-        first = onwards(passed), tuple(state), tuple(sums)
+        made = tuple(visit(0, passed, ()))
+        first = onwards(passed), made[:count], made[count:]
         last, _ = self._jax.lax.scan(iteration, first, self._jax.numpy.arange(1, n - 1))
         _, state, sums = visited(last, n - 1)
         return state, onwards(sums)
