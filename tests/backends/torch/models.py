@@ -13,7 +13,17 @@ from pase import machine
 from pase.compiler.problem.problem import SplitProblem
 from pase.frontends import registry
 from tests.backends.torch.control_models import flexes, layers, mapped, recurrent, shares, taken, untaken
-from tests.backends.torch.written_models import bags, cells, instances, lstm, masks, places, rows, waves
+from tests.backends.torch.written_models import (
+    averages,
+    bags,
+    cells,
+    instances,
+    lstm,
+    masks,
+    places,
+    rows,
+    waves,
+)
 
 
 def block() -> tuple[Any, tuple[Any, ...]]:
@@ -251,6 +261,7 @@ MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
         rows,
         places,
         instances,
+        averages,
     )
 }
 

@@ -177,3 +177,27 @@ def instances() -> tuple[Any, tuple[Any, ...]]:
             return self.kept(self.two(self.own(self.one(x)).relu())).square().mean()
 
     return Instances().double(), (torch.randn(8, 2, 8, 8).double(),)
+
+
+def averages() -> tuple[Any, tuple[Any, ...]]:
+    """Average pools whose sums are resharded before they are divided: windows that overlap, that are padded, and that
+    do neither."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as f
+
+    class Averages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = (
+                nn.Conv2d(4, 8, 3, padding=1),
+                nn.Conv2d(8, 8, 1),
+                nn.Conv1d(8, 8, 1),
+            )
+
+        def forward(self, x: Any) -> Any:
+            y = self.two(f.avg_pool2d(self.one(x), 3, 1, 1))
+            y = f.avg_pool2d(y, (2, 3), (2, 1), (0, 1))
+            return self.three(f.avg_pool1d(y.flatten(2), 4)).square().mean()
+
+    return Averages(), (torch.randn(8, 4, 8, 8),)

@@ -39,6 +39,7 @@ from pase.frontends.torch.control import flex_operands
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import arguments, op_name
 from pase.ir import Op
+from pase.ir.functions import WINDOW_SUM
 from pase.local.reshard import part, places_of
 from pase.local.types import LocalOp, LocalOperand, LocalResult
 from pase.memory.residuals import differentiated
@@ -479,10 +480,13 @@ class NodeOps:
     def nest(self, pair: OpPair) -> None:
         """Run one of the node's ops."""
         op, local = pair
-        if any(o.halo for o in local.operands) or len(local.results) != 1:
+        moves = any(o.halo for o in local.operands)
+        if (moves and op.function is not WINDOW_SUM) or len(local.results) != 1:
             raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
         (r,) = local.results
         ins = [self._constant(o) if o.constant else self.walk.read(o, self.body) for o in local.operands]
+        if moves and any(v.gradient_carrier is not None for v in ins):
+            raise NotOnParts(f"the gradient of '{op.name}' in it arrives in another layout")
         if (factors := self.walk.scaled.get(r.tensor)) is not None:
             ins = [v.times(by) for v, by in zip(ins, factors, strict=True)]
         trained = r.tensor in differentiated(self.walk.traced.graph)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pase.backends.torch.spmd.collectives import there_and_back
+from pase.backends.torch.spmd.nests import with_neighbours
 from pase.backends.torch.spmd.rules import RANK_RULES, RankCall
 from pase.backends.torch.spmd.values import NotOnParts
-from pase.local.halo import borders_of, widened, widened_back
+from pase.local.halo import borders_of
 from pase.local.parts import held
 
 if TYPE_CHECKING:
@@ -117,19 +117,8 @@ def _with_neighbours(
 
     edge: the value past the ends; None for zeros.
     """
-    x, groups, layout = call.given[name], call.groups, call.layouts[name][1]
+    x, layout = call.given[name], call.layouts[name][1]
     op = next(o.op for o in call.ops if o.op.kind in ("conv", "window"))
     borders = borders_of(op, sorted(call.split(name)), x.dim())
-    for dim in borders:
-        axes = groups.wide(layout.axes_along(dim, groups.mesh))
-        if list(axes) != sorted(axes, key=groups.mesh.names.index):
-            raise NotOnParts("a dim along which its window moves is split in another order than the mesh's")
     left = [0 if x.dim() - len(padding) + k in borders else n for k, n in enumerate(padding)]
-    made = there_and_back(
-        x,
-        None,
-        lambda x: widened(x, borders, layout, edge, groups),
-        lambda g: widened_back(g, borders, layout, groups),
-        "halo",
-    )
-    return made, left
+    return with_neighbours(x, borders, layout, edge, call.groups), left

@@ -7,24 +7,29 @@ its parts. Otherwise PyTorch's own op runs (``rules``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pase.backends.torch.spmd.collectives import there_and_back
 from pase.backends.torch.spmd.pairs import order_of
 from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.backends.torch.spmd.values import NotOnParts
 from pase.frontends.torch.passed import passed_op
 from pase.ir import Op
+from pase.ir.functions import WINDOW_SUM
+from pase.ir.maps import Window
 from pase.local.functions import COMPUTED
+from pase.local.halo import borders_of, widened, widened_back
 from pase.local.reshard import places_of
 from pase.local.types import Extents, LocalOp
+from pase.tables.axis_layout import AxisLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pase.ir.maps import Walk
 
-__all__ = ["run_nest"]
+__all__ = ["run_nest", "with_neighbours"]
 
 
 _WITH_NUMBERS = frozenset({"add", "mul", "sub", "div", "pow", "integer_pow"})
@@ -57,6 +62,8 @@ def run_nest(
             return _picked(op, local, ins, shape, groups)
         case "view" if op.name == "concatenate":
             return _joined(op, ins)
+        case "window" if op.function is WINDOW_SUM:
+            return _window_sum(op, local, ins[0], shape, groups)
     raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
 
 
@@ -95,6 +102,59 @@ def _reduce(op: Op, x: Tensor) -> Tensor:
         return whole
     made = getattr(x, how)(axes, keepdim=True) if axes else x
     return made if keep else made.reshape(_kept(op, made))
+
+
+def with_neighbours(
+    x: Tensor,
+    borders: Mapping[int, tuple[int, int]],
+    layout: AxisLayout,
+    edge: float | None,
+    groups: AxisGroups,
+) -> Tensor:
+    """The operand of a window with the rows of other ranks that its windows read.
+
+    borders: see ``pase.local.halo.widened``. layout: the operand's. edge: the value past the ends; None for zeros.
+    """
+    for dim in borders:
+        axes = groups.wide(layout.axes_along(dim, groups.mesh))
+        if list(axes) != sorted(axes, key=groups.mesh.names.index):
+            raise NotOnParts("a dim along which its window moves is split in another order than the mesh's")
+    return there_and_back(
+        x,
+        None,
+        lambda x: widened(x, borders, layout, edge, groups),
+        lambda g: widened_back(g, borders, layout, groups),
+        "halo",
+    )
+
+
+def _window_sum(op: Op, local: LocalOp | None, x: Tensor, shape: Extents, groups: AxisGroups) -> Tensor:
+    """The sums of an average pool, which divides them elsewhere. The dims along which the windows move are the last."""
+    from torch.nn import functional
+
+    walks = op.reads[0].map.walks
+    moved = [i for i, w in enumerate(walks) if w.window is not None]
+    count = max(2, x.dim() - min(moved, default=x.dim()))
+    if count > 3:
+        raise NotOnParts(f"'{op.name}' in it has windows over {count} dims")
+    borders: Mapping[int, tuple[int, int]] = {}
+    if local is not None:
+        (of,) = local.operands
+        split = [d for d, (n, whole) in enumerate(zip(x.shape, of.shape, strict=True)) if n != whole]
+        borders = borders_of(op, split, x.dim())
+        x = with_neighbours(x, borders, of.layout, None, groups)
+    windows = [w.window or Window(extent=1) for w in walks[-count:]]
+    before = [0 if x.dim() - count + i in borders else w.before for i, w in enumerate(windows)]
+    sizes, made = x.shape[-count:], shape[-count:]
+    after = [
+        (m - 1) * w.stride + w.extent - b - n for w, b, n, m in zip(windows, before, sizes, made, strict=True)
+    ]
+    border = [max(n, 0) for both in zip(before[::-1], after[::-1], strict=True) for n in both]
+    y = x.reshape(-1, 1, *sizes)
+    y = functional.pad(y, border) if any(border) else y
+    pool = functional.avg_pool2d if count == 2 else functional.avg_pool3d
+    extents, strides = [w.extent for w in windows], [w.stride for w in windows]
+    return pool(y, extents, strides, divisor_override=1).reshape(shape)
 
 
 def _kept(op: Op, x: Tensor) -> list[int]:
