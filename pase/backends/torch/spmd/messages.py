@@ -219,21 +219,11 @@ class GradientSending:
         return found
 
     @cached_property
-    def _collectives(self) -> Sequence[Sequence[Sequence[MessageChunk]]]:
-        """Message -> the chunks of each of its collectives."""
-        return [list(joined_chunks(self.program, m)) for m in self.messages]
-
-    @cached_property
     def _scattered_over(self) -> Sequence[Collection[tuple[str, ...]]]:
-        """Message -> the axes over which each of its collectives scatters."""
-        return [
-            {
-                axes
-                for (c, *_) in some
-                if (axes := _scatters(self.program.stages(c.transfer, "back")[c.stage]))
-            }
-            for some in self._collectives
-        ]
+        """Message -> the axes over which its collectives scatter."""
+        stages = self.program.stages
+        steps = ((stages(c.transfer, "back")[c.stage] for c in m.chunks) for m in self.messages)
+        return [{axes for step in some if (axes := _scatters(step))} for some in steps]
 
     @contextlib.contextmanager
     def opened(self, *, overwrites: bool = True) -> Iterator[None]:
@@ -372,13 +362,13 @@ class GradientSending:
         if here is None:  # what arrived was the rest of it
             return
         self.sent[i] += 1
-        for chunks in self._collectives[i]:
-            alike: dict[object, list[tuple[MessageChunk, _Gradient]]] = {}
-            for c in chunks:
-                if (g := here.get((c.transfer, c.stage))) is not None and g.array is not None:
-                    alike.setdefault(g.array.dtype, []).append((c, g))
-            for some in alike.values():
-                self._start(some)
+        alike: dict[object, list[tuple[MessageChunk, _Gradient]]] = {}
+        for c in self.messages[i].chunks:
+            if (g := here.get((c.transfer, c.stage))) is not None and g.array is not None:
+                step = self._step(g)
+                alike.setdefault((step.kind, step.axes, g.array.dtype), []).append((c, g))
+        for chunks in alike.values():
+            self._start(chunks)
 
     def _sends_more(self, span: tuple[MessageChunk, _Gradient, int]) -> bool:
         """Whether a gradient travels again after this chunk."""
