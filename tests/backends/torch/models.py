@@ -22,6 +22,7 @@ from tests.backends.torch.written_models import (
     masks,
     places,
     rows,
+    selves,
     waves,
 )
 
@@ -262,6 +263,7 @@ MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
         places,
         instances,
         averages,
+        selves,
     )
 }
 

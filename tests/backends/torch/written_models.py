@@ -201,3 +201,28 @@ def averages() -> tuple[Any, tuple[Any, ...]]:
             return self.three(f.avg_pool1d(y.flatten(2), 4)).square().mean()
 
     return Averages(), (torch.randn(8, 4, 8, 8),)
+
+
+def selves() -> tuple[Any, tuple[Any, ...]]:
+    """Attentions in which one tensor is several operands: all three, queries and keys, keys and values under a mask."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import scaled_dot_product_attention as attention
+
+    class Selves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all, self.two, self.value, self.query = (nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: Any) -> Any:
+            y = self.heads(self.all(x))
+            x = x + attention(y, y, y).transpose(1, 2).reshape(x.shape)
+            y, z = self.heads(self.two(x)), self.heads(self.value(x))
+            x = x + attention(y, y, z, is_causal=True).transpose(1, 2).reshape(x.shape)
+            mask = x.mean(-1)[:, None, None] * torch.ones(1, 1, 8, 1, dtype=x.dtype)
+            return attention(self.heads(self.query(x)), z, z, attn_mask=mask).square().mean()
+
+        def heads(self, x: Any) -> Any:
+            return x.view(2, 8, 4, 4).transpose(1, 2)
+
+    return Selves(), (torch.randn(2, 8, 16),)

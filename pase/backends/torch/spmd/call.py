@@ -63,6 +63,10 @@ _MEANS = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d
 """Losses that are a sum divided by a count."""
 
 
+_ATTENDED = ("query", "key", "value")
+"""The operands of an attention, in the order in which its nest reads them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeOps:
     """A node of the graph at its path, with the state of the walk before it."""
@@ -278,7 +282,8 @@ class NodeOps:
         return out
 
     def _closed(self, work: Sequence[OpPair]) -> bool:
-        """Whether nothing is resharded or summed between these ops, and each operand is read in only one layout.
+        """Whether nothing is resharded or summed between these ops, and each operand is read in only one layout. (An
+        attention may read one tensor in several, as queries and as keys.)
 
         In a recomputed region, ops of several nodes run separately: backward may need only the first again, and then
         the operands of the others must not be sent again.
@@ -306,7 +311,8 @@ class NodeOps:
             for pair in work
             for r in pair.local.results
         )
-        return bool(work) and all(len(w) == 1 for w in ways.values()) and (len(work) == 1 or not partial)
+        one_way = all(len(w) == 1 for w in ways.values()) or _is_attention(work)
+        return bool(work) and one_way and (len(work) == 1 or not partial)
 
     def _pooled(self, transfer: int) -> bool:
         """Whether a window op computes what the transfer passes on."""
@@ -537,6 +543,7 @@ class _Reads:
     values: by tensor.
     roots: tensor that a preceding view computes -> (the source of the view, the steps from it).
     constants: operands that do not depend on data.
+    told: an operand's name in the call -> ``values`` of it alone, if one tensor is several operands.
     """
 
     of_node: NodeOps
@@ -544,6 +551,7 @@ class _Reads:
     roots: dict[str, Anchor]
     constants: list[LocalOperand]
     pointwise: bool
+    told: Mapping[str, Mapping[str, RankValue]]
 
     @classmethod
     def of(cls, ops: NodeOps, work: Sequence[OpPair], before: Sequence[OpPair]) -> _Reads:
@@ -562,9 +570,20 @@ class _Reads:
                     constants.append(o)
                 elif name not in own and name not in values:
                     values[name] = ops.walk.read(o, ops.body)
+        told: dict[str, Mapping[str, RankValue]] = {}
+        if _is_attention(work):
+            operands = work[0].local.operands[: len(_ATTENDED)]
+            names = [program.original(o.tensor) for o in operands]
+            for argument, name, o in zip(_ATTENDED, names, operands, strict=True):
+                told[argument] = {name: ops.walk.read(o, ops.body) if names.count(name) > 1 else values[name]}
         kinds = {pair.op.kind for pair in work}
         return cls(
-            of_node=ops, values=values, roots=roots, constants=constants, pointwise=kinds == {"elementwise"}
+            of_node=ops,
+            values=values,
+            roots=roots,
+            constants=constants,
+            pointwise=kinds == {"elementwise"},
+            told=told,
         )
 
     @property
@@ -595,11 +614,15 @@ class _Reads:
             return [self._operand("", x, outs, gradient, layouts) for x in v]
         if not _is_node(v):
             return v
-        x, layouts[name] = self._one(v, outs, gradient)
+        x, layouts[name] = self._one(v, outs, gradient, self.told.get(name, self.values))
         return x
 
     def _one(
-        self, m: FxNode, outs: Sequence[ShapeAndLayout | None], gradient: bool
+        self,
+        m: FxNode,
+        outs: Sequence[ShapeAndLayout | None],
+        gradient: bool,
+        values: Mapping[str, RankValue],
     ) -> tuple[Tensor | None, ShapeAndLayout]:
         walk = self.of_node.walk
         mesh, value = walk.program.mesh, walk.index.values.get(m)
@@ -607,8 +630,8 @@ class _Reads:
             raise NotOnParts(f"one of its operands is a {type(value).__name__}, not a tensor")
         for name, steps in steps_from(value):
             for read, root in ((name, (name, ())), *self.roots.items()):
-                if root[0] == name and read in self.values:
-                    return self._viewed(self.values[read], (*inverse(root[1]), *steps), gradient)
+                if root[0] == name and read in values:
+                    return self._viewed(values[read], (*inverse(root[1]), *steps), gradient)
         if walk.index.decided(m):
             return None, (value.shape, AxisLayout.whole(mesh))  # the op needs only its shape
         return self._constant(m, value, outs)
@@ -641,6 +664,10 @@ class _Reads:
         if read is None:
             return x, (value.shape, nowhere)
         return part(x, value.shape, read, walk.groups), (value.shape, read)
+
+
+def _is_attention(work: Sequence[OpPair]) -> bool:
+    return len(work) == 1 and work[0].op.kind == "attention"
 
 
 def _needed(work: Sequence[OpPair], tensor: str) -> list[OpPair]:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import pase
-from bench.cases.torch_ranks import on_ranks
+from bench.cases.torch_ranks import alone_among, on_ranks
+from tests.backends.torch.models import case
+from tests.backends.torch.steps import RANKS, assert_unsharded
 
 pytestmark = pytest.mark.torch
 
@@ -119,6 +121,21 @@ def test_an_infinite_extreme_along_a_split_dim_is_no_nan(name: str) -> None:
     for loss, gradients in on_ranks(2, on_rank):
         assert loss == pytest.approx(module(x).item(), rel=1e-12)
         torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize(
+    "strategy", [f"random{i}@2x2" for i in range(6)] + ["random0@4", "random2@4", "ours@2x2"]
+)
+def test_one_tensor_is_read_as_queries_and_as_keys(strategy: str) -> None:
+    """In two layouts, if positions of queries are split. What is sent is the plan's list."""
+    from pase.backends.audit.torch import planned_in_step, sent_by_one_rank
+
+    assert_unsharded("selves", strategy)
+    plan = case("selves", RANKS).case.plan(strategy)
+    assert plan is not None
+    with alone_among(RANKS, rank=1):
+        assert sent_by_one_rank(plan.torch) == planned_in_step(plan.torch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
