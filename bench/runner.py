@@ -199,8 +199,8 @@ class Benchmark:
     result: the name of the result file in bench/results.
     rows: the arguments with which each row is measured (a tuple for several), by its name; or only names.
     measure: measures a row from its arguments. Returns the row, several rows, or None for no row.
-    named: the format of a row's name from the row's fields, or a function. Fields that a row lacks are added: a single
-        one is the name, several are the arguments. If empty, the file has rows by name, not in a list.
+    named: the format of a row's name from the row's fields, or a function. Fields that a row lacks are added: the
+        arguments, or the name for a field alone. If empty, the file has rows by name, not in a list.
     apart: how each row is measured in a process of its own.
     stream: in place of ``measure``: measures many rows together, from ``rows``, and yields (name, row).
     at: the key of the rows in the result file. If empty, the result is ``head`` alone (or the rows by name, if there is
@@ -355,7 +355,7 @@ class Benchmark:
         fields, values = re.findall(r"\{(\w+)", named), case if isinstance(case, tuple) else (case,)
         if named == f"{{{''.join(fields)}}}":
             row = {named[1:-1]: name} | row
-        elif len(fields) == len(values) > 1:
+        elif len(fields) == len(values):
             row = dict(zip(fields, values, strict=True)) | row
         return {"commit": BEGAN["commit"]} | row if self.resumes and isinstance(row, dict) else row
 

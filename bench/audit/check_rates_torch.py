@@ -14,13 +14,14 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from bench.audit.check_rates import HARM, summary
-from bench.runner import Benchmark, numbers, option
+from bench.audit import check_rates
+from bench.runner import numbers, option
 
 
 def _rolled(g: Any) -> Any:
@@ -132,8 +133,6 @@ def checked(
         return driver(steps, *rest, **named)
 
     def wrong(run: Any, *rest: Any) -> Any:
-        from dataclasses import replace
-
         backward = run.backward if fault is None else lambda *b: fault(run.backward, run, *b)
         return check_module(replace(run, backward=backward), *rest)
 
@@ -162,7 +161,9 @@ def checked(
     sizes = {k: float(x.abs().max()) if x.numel() else 0.0 for k, x in right.items()}
     most = max(size for k, size in sizes.items() if k[1] not in ("loss", "state"))
     off = {
-        k for k, x in right.items() if x.numel() and not float((mine[k] - x).abs().max()) <= HARM * sizes[k]
+        k
+        for k, x in right.items()
+        if x.numel() and not float((mine[k] - x).abs().max()) <= check_rates.HARM * sizes[k]
     }
     out["loss_harm"] = any(k[1] == "loss" for k in off)
     out["harm"] = any(k[1] in ("loss", "state") or sizes[k] > 1e-6 * most for k in off)
@@ -211,17 +212,15 @@ def prepare() -> None:
     torch.set_num_threads(1)
 
 
-BENCH = Benchmark(
-    "check_rates_torch",
-    programs,
-    measured,
-    named="{program}",
-    head=lambda rows: {"summary": summary(rows)},
-    line=lambda name, r: f"{r['program']} {r.get('fault', '')}: {r['verdict']}",
+BENCH = replace(
+    check_rates.BENCH,
+    result="check_rates_torch",
+    rows=programs,
+    measure=measured,
     options=[
         option("--seeds", type=numbers, default=list(range(40))),
         option("--faults", type=int, default=8, help="per program"),
     ],
     prepare=prepare,
-    resumes=True,
+    environment={},
 )

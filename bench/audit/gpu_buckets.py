@@ -53,9 +53,6 @@ def measured(model: str, policy: str, joined: str) -> dict[str, Any]:
     for c in collectives(found.text):
         sent[c.kind] += c.count
     return {
-        "model": model,
-        "policy": policy,
-        "joined": joined,
         "planned": None if policy == "none" else len(plan.bucket_plan.messages),
         "compiled": sum(sent.values()),
         "by kind": dict(sent),

@@ -48,7 +48,6 @@ def measured(name: str) -> Iterator[dict[str, Any]]:
         step = plan.jax.lower_train_step(optax.adam(1e-3), lowering="annotated")
         p = compare_memory(plan, step.compile())
         yield {
-            "model": name,
             "strategy": strategy.split("/")[-1],
             "stored": p.stored,
             "stored_compiled": p.stored_compiled,

@@ -248,5 +248,4 @@ BENCH = Benchmark(
     compare,
     at="models",
     head={"devices": DEVICES, "mesh": MESH, "runs": RUNS},
-    line=lambda name, r: f"{name} costs {r['ratio']:.2f} times ours",
 )

@@ -129,23 +129,12 @@ def measured(spec: str, given: Namespace) -> dict[str, Any]:
     }
 
 
-def line(name: str, row: dict[str, Any]) -> str:
-    """What is printed about a row."""
-    if "error" in row:
-        return f"{name}: {row['error'][-60:]}"
-    return (
-        f"{name}: plain {row['plain_s'] * 1e3:.2f} ms, plan {row['plan_s'] * 1e3:.2f}, "
-        f"predicted {row['predicted_s'] * 1e3:.2f}"
-    )
-
-
 BENCH = Benchmark(
     "gpu_jax_steps",
     CASES,
     measured,
     named="{spec}",
     apart=OwnProcess(cpu_s=900),  # most of which the compiler needs
-    line=line,
     options=(
         option(
             "--machine", metavar="NAME", help="the machine file to predict with; by default pase's default"

@@ -161,18 +161,7 @@ def apart(name: str, given: Any) -> dict[str, Any]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     forks = forks_of([__name__])
     ways = given.ways or get_args(StepWay)
-    return {
-        "model": name,
-        **{w: row_apart(forks, measured, name, w, given.machine, given.steps, cpu_s=CPU_S) for w in ways},
-    }
-
-
-def line(name: str, row: dict[str, Any]) -> str:
-    """What is printed about a row."""
-    said = ((w, row[w]) for w in get_args(StepWay) if w in row)
-    return f"{name}: " + ", ".join(
-        f"{w} " + (f"{r['s'] * 1e3:.1f} ms" if "s" in r else "failed") for w, r in said
-    )
+    return {w: row_apart(forks, measured, name, w, given.machine, given.steps, cpu_s=CPU_S) for w in ways}
 
 
 BENCH = Benchmark(
@@ -180,7 +169,7 @@ BENCH = Benchmark(
     [*CASES],
     apart,
     named="{model}",
-    line=line,
+    line=lambda name, row: f"{name}: {row}",
     options=(
         option(
             "--machine", metavar="NAME", help="the machine file to predict with; by default pase's default"

@@ -278,7 +278,6 @@ def row(t: AmpTrial) -> dict[str, Any]:
     """Returns a trial's measured step, AMP's prediction and ours."""
     return {
         "table": t.table,
-        "trial": t.name,
         "measured_s": t.measured_s,
         "amp_s": t.theirs_s,
         "ours_s": step_s(t, measured=False),

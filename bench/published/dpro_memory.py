@@ -104,7 +104,6 @@ def measured(
     if apart is not None and name.startswith("BERT"):
         apart += dropout_bytes(int(name.split(", ")[1])) / 1e9
     return {
-        "model": name,
         "measured_gb": measured_gb,
         "dpro_gb": theirs_gb,
         "dpro_error": theirs_gb / measured_gb - 1,

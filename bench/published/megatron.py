@@ -105,7 +105,6 @@ def rows(p: Published) -> Iterator[dict[str, Any]]:
     for recompute, measured in (("full", p.full_s), ("selective", p.selective_s)):
         found = {e.name: predict(p, recompute, m, e) for e in (MEGATRON, COMPILED)}
         yield {
-            "model": p.name,
             "recompute": recompute,
             "devices": 8 * p.stages,
             "measured_s": measured,

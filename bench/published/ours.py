@@ -84,8 +84,5 @@ BENCH = Benchmark(
     ours,
     at="runs",
     head=summary,
-    line=lambda name, r: (
-        f"{name:8} {1 - r['ours_s'] / r['published_s']:6.1%} less: {', '.join(r['changes']) or 'the same'}"
-    ),
     options=[option("--file", default=str(SHARED / "published_steps" / "given.csv"))],
 )

@@ -68,7 +68,6 @@ def measured(model: str, given: Namespace) -> Iterator[dict[str, Any]]:
         if not found.optimal:
             raise SystemExit(f"{model} p={p}: not proven optimal")
         row = {
-            "model": model,
             "p": p,
             "layers": len(space.layers.nodes),
             "most_configs": max(len(c) for c in space.configs),

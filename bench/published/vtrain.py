@@ -380,7 +380,6 @@ def main() -> None:
     measured = [r for r in chosen if r.pipeline == 1]
     staged = [r for r in chosen if r.pipeline > 1]
     out: dict[str, Any] = {"composed": composed(measured)}
-    print("composed", json.dumps(out["composed"]))
     for label, m in (("measured all-reduce", tables), ("formulas alone", base)):
         model = costmodels.get("analytic", m)
         found = [(r, predict(r, m, model)) for r in measured]
@@ -391,25 +390,16 @@ def main() -> None:
             "by_micro_batch": by(found, "micro_batch"),
             "by_width_tensor_micro_batch": by(found, "d", "tensor", "micro_batch"),
         }
-        print(label, json.dumps(out[label]["all"]))
         if m is tables:
             sums = [composed_s(r, t, m, model) for r, t in found]
             out["as sums of profiles"] = accuracy([r.measured_s for r in measured], sums)
-            print("as sums of profiles", json.dumps(out["as sums of profiles"]))
-        print("  from other degrees", json.dumps(out[label]["from other degrees"]))
-        for name in ("by_tensor", "by_micro_batch", "by_width_tensor_micro_batch"):
-            for key, s in out[label][name].items():
-                off = f"{s['mape']:6.1%} {s['mean_error']:+7.1%}"
-                print(f"  {key:36s} {s['rows']:3d} rows  {off}  host {s['host_bound_rows']}")
     for label, answers in staged_rows(staged, measured, costmodels.get("analytic", tables)).items():
         out[label] = pipelined([r for r, _ in answers], [s for _, s in answers])
-        for key, v in out[label].items():
-            print(label, key, json.dumps(v))
     if args.multi:
         node = replace(base.levels[1], bandwidth_bytes_per_s=800e9 / 8 / 8)
         m = replace(base, levels=(base.levels[0], node))
         model = costmodels.get("analytic", m)
         found = [(r, predict(r, m, model, recompute="full")) for r in rows_of_many_nodes(args.multi)]
         out["many nodes"] = {"all": summary(found), "by_tensor": by(found, "d", "tensor")}
-        print("many nodes", json.dumps(out["many nodes"]["all"]))
+    print(json.dumps(out, indent=1))
     save({"executor": f"{EAGER.source}. {_MEGATRON.source}", **out}, args.out)

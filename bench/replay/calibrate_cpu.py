@@ -137,15 +137,16 @@ def tau(a: list[float], b: list[float]) -> float:
     return float(kendalltau(a, b).statistic)
 
 
-def keep_memory(module: str) -> None:
-    """Starts ``python -m module`` again with ``KEPT``, which the allocator reads when a process starts."""
+def keep_memory() -> None:
+    """Starts this program again with ``KEPT``, which the allocator reads when a process starts."""
     if any(os.environ.get(k) != v for k, v in KEPT.items()):
-        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **KEPT})
+        _, *words = sys.argv[0].split()  # python -m bench NAME
+        os.execve(sys.executable, [sys.executable, *words, *sys.argv[1:]], {**os.environ, **KEPT})
 
 
 def prepare(given: Namespace) -> None:
     """Calibrates this machine if no machine file is given, and reads the earlier runs that are kept."""
-    keep_memory("bench.replay.calibrate_cpu")
+    keep_memory()
     given.before = json.loads(given.out.read_text())["runs"] if given.add and given.out.exists() else []
     given.folder = tempfile.TemporaryDirectory()
     given.calibration = {}
@@ -189,10 +190,6 @@ BENCH = Benchmark(
     named="{model} {batch}",
     at="",
     head=summary,
-    line=lambda name, r: (
-        f"{r['model']:>8} {r['batch']:>4} {r['strategy']:<14} predicted {r['predicted_s'] * 1e3:8.2f} ms, "
-        f"measured {r['measured_s'] * 1e3:8.2f} ms"
-    ),
     options=[
         option("--budget", type=float, default=60.0, help="seconds that calibrating takes"),
         option("--max-spread", type=float, default=3.0, help="as of pase calibrate"),

@@ -125,7 +125,6 @@ def answered(q: WhatIf) -> dict[str, Any]:
     )
     got = q.predict(run)
     return {
-        "what_if": q.name,
         "now_ms": run.replayed_ns / 1e6,
         "held_out_error": run.error(),
         "predicted_ms": got / 1e6,

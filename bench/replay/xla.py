@@ -138,7 +138,7 @@ def measured_run(traces: Path) -> Run:
 
 def prepare(given: Namespace) -> None:
     """Starts the process again if the allocator is not set; calibrates this machine if no machine file is given."""
-    keep_memory("bench.replay.xla")
+    keep_memory()
     given.folder = tempfile.TemporaryDirectory()
     if not given.machine:
         given.machine = f"{given.folder.name}/cpu.toml"

@@ -144,10 +144,6 @@ BENCH = Benchmark(
     lambda problem, given: one(problem, 8 if given.quick else 12),
     named="{problem}",
     head=summary,
-    line=lambda name, r: (
-        f"{r['problem']:20} gap {r['gap_to_bound']:7.3%}, preemptive {r['gap_to_preemptive']:7.3%}, "
-        f"{r['cpu_seconds'] * 1e3:.1f} ms {r['worse_than'] or ''}"
-    ),
     options=[option("--quick", action="store_true", help="fewer seeds, exact solvers on smaller problems")],
     prepare=lambda: fast_plan(random_problem(20, 99)),  # compiles the kernels
 )

@@ -25,7 +25,6 @@ def measured(layers: int) -> dict[str, object]:
     searched = time.process_time()
     whole = pase.compile(model, devices=64, overlap="none")
     return {
-        "layers": layers,
         "nodes": len(plan.nodes),
         "step_s": plan.cost,
         "optimal": plan.optimal,

@@ -32,8 +32,6 @@ def measured(model: str, devices: int) -> dict[str, object]:
         f"zoo:{model}", devices=devices, overlap="none", baselines=False, memory_limit="none", meshes="all"
     )
     return {
-        "model": model,
-        "devices": devices,
         "searched": len(few.tried),
         "proven": every.provenance["meshes"],
         "cheaper": 1 - every.cost / few.cost,

@@ -26,8 +26,6 @@ def measured(name: str, devices: int) -> dict[str, object]:
     against = dict(sorted(fitting.items(), key=lambda item: item[1]))
     best = next(iter(against), None)
     return {
-        "model": name,
-        "devices": devices,
         "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
         "meshes_tried": len(plan.tried),
         "nodes": len(plan.nodes),
@@ -55,10 +53,6 @@ BENCH = Benchmark(
     measured,
     named="{model} {devices}",
     head={"target": "h100x8 (predicted)"},
-    line=lambda name, r: (
-        f"{r['model']:14} {r['devices']:5} {r['step_s'] * 1e3:10.3f} ms, "
-        f"{r['best_baseline']} ×{(r['best_baseline_s'] or 0) / r['step_s']:.3f}"
-    ),
     options=[option("--devices", default="8,32,64", help="comma-separated")],
     prepare=lambda: pase.compile("zoo:mlp", devices=8),  # imports and kernels
 )
