@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from jax import Array
 
-__all__ = ["JaxArrays", "first", "summed"]
+__all__ = ["JaxArrays", "summed"]
 
 
 def summed(x: Array, axes: tuple[str, ...], combine: Combine = "sum") -> Array:
@@ -36,13 +35,6 @@ def _of_booleans(x: Array, combine: Combine) -> Combine:
     """How JAX reduces these partial results. It does not add booleans: their sum is true where one of them is, as where
     one device has the element that is looked up."""
     return "max" if combine == "sum" and x.dtype == bool else combine
-
-
-def first(axes: Sequence[str]) -> Array:
-    """Whether this is the first device along each of these axes."""
-    import jax
-
-    return reduce(lambda a, b: a & b, [jax.lax.axis_index(a) == 0 for a in axes])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.ops.arrays import JaxArrays, first, summed
+from pase.backends.jax.ops.arrays import JaxArrays, summed
 from pase.backends.jax.ops.fourier import transformed
 from pase.backends.jax.ops.jaxprs import places_only, unmerged
 from pase.backends.jax.spmd.call import MANUAL_RULES, ManualCall, NotLowered, split_dims
@@ -284,7 +284,8 @@ def _gather(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
         if fill is None:
             fill = jnp.nan if jnp.issubdtype(out.dtype, jnp.inexact) else _filler(out.dtype)
         axes = [call.mesh.names[axis] for axis, digit in operand.layout.digits if digit.dim in looked_up]
-        out = jnp.where(over_rows(~inside & first(axes)), jnp.asarray(fill, out.dtype), out)
+        missed = ~inside & (JaxArrays(call.mesh).number(axes) == 0)
+        out = jnp.where(over_rows(missed), jnp.asarray(fill, out.dtype), out)
     return [out]
 
 

@@ -127,10 +127,6 @@ class AxisGroups(Arrays["Tensor"]):
         # Built from a list, because a trace on fake tensors takes that as a constant.
         return x.index_select(0, torch.tensor(table[self.number(axes)].tolist(), device=x.device))
 
-    def first(self, axes: Sequence[str]) -> bool:
-        """Whether this is the first rank along each of these axes."""
-        return all(self.index(a) == 0 for a in axes)
-
     def _group(self, axes: Sequence[str]) -> str:
         wide = self.wide(axes)
         if wide not in self.names:

@@ -330,7 +330,7 @@ def _scatter(call: RankCall) -> Tensor:
         raise NotOnParts("it updates a split dim")
     (result,) = call.ops[-1].results
     partial = result.partial_over(call.groups.mesh)
-    if partial and not call.groups.first(partial):
+    if partial and call.groups.number(partial):
         # Backward passes here on every rank, because it sends. A product with zero would not be zero of infinity.
         x = x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
     return _put(call, x, sorted(parted)) if parted else call.run(self=x)

@@ -29,7 +29,6 @@ def test_ranks_of_a_group_are_numbered_row_major() -> None:
     places = [(i, 0, k) for i in range(2) for k in range(3)]
     assert [at(*p).number(("x", "y")) for p in places] == list(range(6))
     assert [at(*p).number(("y", "x")) for p in places] == [0, 2, 4, 1, 3, 5]
-    assert [p for p in places if at(*p).first(("y",))] == [(0, 0, 0), (1, 0, 0)]
     assert at(1, 0, 2).wide(("one", "y")) == ("y",) and at(1, 0, 2).ways(("x", "one", "y")) == 6
     assert at(1, 0, 2).index("y") == 2
 
