@@ -87,13 +87,17 @@ def by_threads() -> Iterator[None]:
 
 
 def on_processes(
-    count: int, run: Callable[[int], Any], how: str = "fork", seconds: float = 120.0
+    count: int,
+    run: Callable[[int], Any],
+    how: str = "fork",
+    seconds: float = 120.0,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Returns the result of ``run(rank)`` on each rank, which is a process, over Gloo. Raises RuntimeError if one
-    fails.
+    """Returns the result of ``run(rank)`` on each rank, which is a process. Raises RuntimeError if one fails.
 
     run: its result must be picklable and have no tensors. how: "fork" if this process has not called ``backward``
-    before (PyTorch's threads for it do not survive a fork); otherwise "forkserver", and ``run`` must be picklable.
+    before (PyTorch's threads for it do not survive a fork); otherwise "forkserver" or "spawn", and ``run`` must be
+    picklable. backend: what the ranks send over.
     """
     made = multiprocessing.get_context(how)
     if how == "forkserver":
@@ -102,7 +106,7 @@ def on_processes(
         store = os.path.join(folder, "store")
         pipes = [made.Pipe(duplex=False) for _ in range(count)]
         ranks = [
-            made.Process(target=_rank, args=(r, count, store, seconds, run, pipes[r][1]))  # type: ignore[attr-defined]
+            made.Process(target=_rank, args=(r, count, store, (seconds, backend), run, pipes[r][1]))  # type: ignore[attr-defined]
             for r in range(count)
         ]
         until = time.monotonic() + seconds
@@ -144,8 +148,11 @@ def _where(store: str, rank: int) -> str:
     return f"\n{said}" if said else ""
 
 
-def _rank(rank: int, count: int, store: str, seconds: float, run: Callable[[int], Any], answer: Any) -> None:
-    """Runs a rank in its own process."""
+def _rank(
+    rank: int, count: int, store: str, over: tuple[float, str], run: Callable[[int], Any], answer: Any
+) -> None:
+    """Runs a rank in its own process. over: the seconds after which it gives up, and what it sends over."""
+    seconds, backend = over
     where = open(f"{store}.{rank}", "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
     faulthandler.enable(where)
     faulthandler.register(signal.SIGUSR1, where)
@@ -156,7 +163,7 @@ def _rank(rank: int, count: int, store: str, seconds: float, run: Callable[[int]
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(store, count),
             rank=rank,
             world_size=count,

@@ -93,6 +93,7 @@ ELSEWHERE = {
     "pages.accuracy": "writes a page that tests/bench/test_accuracy.py holds equal to the result files",
     "pages.schemas": "writes the schemas that tests/files holds equal to the types",
     "pages.screenshots": "needs a browser",
+    "gpu.torch_streams": "needs two GPUs",
     "audit.gpu": "needs XLA's compiler for CUDA",
     "audit.gpu_buckets": "needs XLA's compiler for CUDA",
     "audit.tpu": "needs libtpu",
