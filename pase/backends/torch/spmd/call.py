@@ -38,7 +38,6 @@ from pase.frontends.common.values import Value
 from pase.frontends.torch.control import flex_operands
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import arguments, op_name
-from pase.ir import Op
 from pase.ir.functions import WINDOW_SUM
 from pase.local.reshard import part, places_of
 from pase.local.types import LocalOp, LocalOperand, LocalResult
@@ -75,8 +74,8 @@ class NodeOps:
     node: FxNode
     path: str
     body: Body
-    folded: dict[str, Tensor] = field(default_factory=dict)
-    """Whole constants that only this node has, by tensor."""
+    whole_constants: dict[str, Tensor] = field(default_factory=dict)
+    """The whole values of the constants that its ops read, by tensor."""
 
     def run(self, pairs: Sequence[OpPair]) -> None:
         """Run the node and put its results into the body."""
@@ -444,34 +443,34 @@ class NodeOps:
         return None if mask is None else self.walk.known_masks.get(mask)
 
     def _one_by_one(self, work: Sequence[OpPair], passed: Mapping[int, int] = _NOTHING) -> None:
-        """Run these ops in traced order, together with the node's ops between them that read only constants.
+        """Run these ops in traced order.
 
         passed: identity of an op that need not run -> which of its operands is its result.
         """
         mine = {id(pair.op): pair for pair in work}
-        known = self.walk.program.maker
-        for op in self.walk.ops[self.path]:
-            if id(op) in mine and id(op) in passed:
-                local = mine[id(op)].local
-                value, (r,) = self.walk.read(local.operands[passed[id(op)]], self.body), local.results
+        for pair in (mine[id(op)] for op in self.walk.ops[self.path] if id(op) in mine):
+            if id(pair.op) in passed:
+                local = pair.local
+                value, (r,) = self.walk.read(local.operands[passed[id(pair.op)]], self.body), local.results
                 self._keep(r, self._checked(value.array, r, False), value.gradient_carrier)
-            elif id(op) in mine:
-                self.nest(mine[id(op)])
-            elif len(op.writes) == 1 and op.writes[0].tensor not in known:
-                self._fold(op)
+            else:
+                self.nest(pair)
 
-    def _fold(self, op: Op) -> None:
-        """Compute a constant that only this node has, for ``_constant``."""
-        tensors, ins = self.walk.traced.graph.tensors, []
-        for a in op.reads:
-            x = self.folded[a.tensor] if a.tensor in self.folded else self._of_inputs(a.tensor)
-            if x is None:  # no op that runs one by one reads it, or ``_constant`` raises
-                return
-            ins.append(x)
-        (w,) = op.writes
-        shape = tuple(int(s) for s in tensors[w.tensor].shape)
-        made = run_nest(op, None, ins, shape, self.walk.groups)
-        self.folded[w.tensor] = made.to(_dtype(tensors[w.tensor].dtype))
+    def _whole(self, tensor: str) -> Tensor:
+        """The whole value of a constant: one of the node's operands, or what the node's ops make of constants."""
+        if tensor not in self.whole_constants:
+            made = self._of_inputs(tensor)
+            self.whole_constants[tensor] = self._made_whole(tensor) if made is None else made
+        return self.whole_constants[tensor]
+
+    def _made_whole(self, tensor: str) -> Tensor:
+        """The whole value of a constant that one of the node's ops makes."""
+        t = self.walk.traced.graph.tensors[tensor]
+        op = next((op for op in self.walk.ops[self.path] if [w.tensor for w in op.writes] == [tensor]), None)
+        if op is None:
+            raise NotOnParts("a constant that it reads is not among its operands")
+        ins = [self._whole(a.tensor) for a in op.reads]
+        return run_nest(op, None, ins, tuple(map(int, t.shape)), self.walk.groups).to(_dtype(t.dtype))
 
     def _of_inputs(self, tensor: str) -> Tensor | None:
         """The whole value of a constant that is one of the node's operands, or that one of them is a view of."""
@@ -521,18 +520,8 @@ class NodeOps:
         self._keep(r, self._reduced(local, r, x, True), gradient_carrier)
 
     def _constant(self, o: LocalOperand) -> RankValue:
-        """An operand that does not depend on data. It was computed here, or is found among the node's operands by its
-        name, or else by its number of elements.
-        """
-        constants = self.body.constants
-        every = [m for m in self.node.all_input_nodes if not self.walk.index.decided(m)]
-        whole = self.folded[o.tensor] if o.tensor in self.folded else self._of_inputs(o.tensor)
-        if whole is None:
-            alike = [x for m in every if (x := constants.of(m)).numel() == math.prod(o.shape)]
-            if len(alike) != 1:
-                raise NotOnParts("a constant that it reads is not among its operands")
-            whole = alike[0].reshape(o.shape)
-        x = part(whole, o.shape, o.layout, self.walk.groups)
+        """An operand that does not depend on data."""
+        x = part(self._whole(o.tensor), o.shape, o.layout, self.walk.groups)
         return RankValue(array=x, tensor=o.tensor, shape=o.shape, layout=o.layout)
 
 

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 import pase
-from bench.cases.torch_ranks import alone_among
+from bench.cases.plans import Case
+from bench.cases.torch_ranks import alone_among, on_ranks
+from pase import machine
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.values import NotOnParts
+from pase.compiler.problem.problem import SplitProblem
+from pase.frontends import registry
 from pase.frontends.common.values import Value
 from pase.frontends.torch.values import TorchScope
 from pase.ir import Tensor
@@ -177,3 +181,39 @@ def test_a_part_of_a_filled_tensor_keeps_no_memory_of_the_whole() -> None:
     part = c.of(made).reshape(8, 8, 3).narrow(0, 1, 1)
     assert torch.equal(part, torch.full((1, 8, 3), 2, dtype=torch.float64))
     assert part.untyped_storage().nbytes() == 8
+
+
+def test_a_node_makes_of_a_constant_what_its_ops_read() -> None:
+    """A bias that is a buffer: where a convolution's sum is partial, it is added apart, in the shape of the result."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import conv1d
+
+    class Net(nn.Module):
+        shift: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16, 1))
+            self.register_buffer("shift", torch.linspace(0, 1, 16))
+
+        def forward(self, x: Any) -> Any:
+            return conv1d(x.tanh(), self.weight, self.shift).square().mean()
+
+    module, x = Net().double(), torch.randn(8, 16, 8, dtype=torch.float64)
+    traced = registry.trace(copy.deepcopy(module), x)
+    problem = SplitProblem.of(traced.graph, 4, machine.load("h100x8"), "analytic", "adam")
+    plan = Case(traced=traced, problem=problem).plan("random4@2x2")
+    assert plan is not None
+    run = plan.torch
+    assert run.program.ops and run.leaves  # computed once here, not once per thread
+    module(x).backward()
+
+    def on_rank(rank: int) -> tuple[float, Any]:
+        mine = copy.deepcopy(module)
+        mine.weight.grad = None
+        return float(run.parallelize(mine).backward(x)), mine.weight.grad.full_tensor()
+
+    for loss, gradient in on_ranks(4, on_rank):
+        assert loss == pytest.approx(module(x).item(), rel=1e-12)
+        torch.testing.assert_close(gradient, module.weight.grad, rtol=1e-10, atol=1e-13)
