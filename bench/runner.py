@@ -334,7 +334,7 @@ class Benchmark:
             for name, row in self._stream(chosen, given):
                 now = time.monotonic()
                 if row is not DONE:
-                    new.setdefault(name, []).append(self._stamped(name, chosen[name], row))
+                    new.setdefault(name, []).append(self._stamped(name, chosen.get(name), row))
                     left = (now - began) / len(new) * (len(chosen) - len(new))
                     done = f"{len(new):{len(str(len(chosen)))}}/{len(chosen)} {_left(left)}"
                     text = self.line(name, row) if self.line else _fields(name, row)

@@ -159,6 +159,7 @@ BENCH = Benchmark(
     lambda batch, given: compared(batch, Path(given.machine), Path(given.folder.name), given.turns),
     named="{what_if:.17}",  # the what-if's name begins with that of the row
     head=summary,
+    environment={"JAX_ENABLE_COMPILATION_CACHE": "false"},  # a trace lacks cached programs
     options=[
         option(
             "--turns", type=int, default=TURNS, help="rounds, in each of which both strategies are traced"

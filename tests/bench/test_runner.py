@@ -141,3 +141,11 @@ def test_no_page_is_made_of_chosen_rows_alone(run, capsys):
     run(page=page)
     run("--only", "2", page=page)
     assert pages == [3, 3]
+
+
+def test_rows_measured_together_get_their_arguments_and_may_be_more_than_were_asked_for(run):
+    def stream(chosen: dict[str, int]) -> Any:
+        return [*((k, {"square": n * n}) for k, n in chosen.items()), ("n 9", {"n": 9, "square": 81})]
+
+    _, result = run("--only", "n 2", measure=None, stream=stream)
+    assert result["rows"] == [{"n": 2, "square": 4}, {"n": 9, "square": 81}]
