@@ -156,6 +156,22 @@ def benches() -> dict[str, tuple[str, str]]:
     return found
 
 
+def _refuse_as_script() -> None:
+    """Ends ``python -m bench.search.memory``, which would define the bench and measure nothing."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or not spec.name.startswith("bench.") or spec.name == "bench.__main__":
+        return
+    for name, (module, _) in benches().items():
+        if module == spec.name and '__name__ == "__main__"' not in Path(spec.origin).read_text(
+            encoding="utf-8"
+        ):
+            raise SystemExit(
+                f"a bench is run by its name: python -m bench {name} {' '.join(sys.argv[1:])}".rstrip()
+            )
+
+
+_refuse_as_script()
+
 COMMON = (
     option("texts", nargs="*", metavar="TEXT", help="as --only"),
     option("--only", action="append", default=[], metavar="TEXT", help="the rows with this in their name"),

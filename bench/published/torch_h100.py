@@ -1,6 +1,6 @@
 """Training steps of PyTorch on one H100, eager and compiled by torch.compile, predicted.
 
-    python -m bench.published.torch_h100
+    python -m bench published.torch_h100
 
 The measured steps are the project's own, of the models of ``bench.gpu.torch_steps``: forward, backward and AdamW.
 GPT-2's and ResNet-50's are in a file (``gpu_h100/torch.jsonl``, torch 2.11); of the other two, the median that was

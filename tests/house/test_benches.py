@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,3 +157,9 @@ def test_a_bench_on_recorded_data_runs(name, tmp_path):
 )
 def test_a_bench_of_pytorch_runs(name, tmp_path):
     run(name, WITH_TORCH[name], tmp_path)
+
+
+def test_a_bench_that_is_run_as_a_module_says_how_it_is_run() -> None:
+    words = [sys.executable, "-m", "bench.search.memory", "--only", "mlp"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode and "python -m bench search.memory --only mlp" in done.stderr
