@@ -124,13 +124,12 @@ def threaded(
 
     def mismatch(k: int, what: str, like: str) -> PaseError:
         """like: what argument and next value must have in common."""
-        if k in following:
-            return PaseError(what, where=f"argument {k}", fix=f"return a next value of the same {like}")
-        return PaseError(
-            what,
-            where=f"argument {k}, which carry={{{k - stored}: …}} names",
-            fix=f"return a next value of the same {like}; carry counts the arguments after the parameters from 0",
+        counts = (
+            ""
+            if k in following
+            else "; if carry={…} names it: it counts arguments after the parameters, from 0"
         )
+        return PaseError(what, where=f"argument {k}", fix=f"return a next value of the same {like}{counts}")
 
     for k, at in pairs.items():
         if not 0 <= k < len(args):
