@@ -86,11 +86,8 @@ class ProgramTrial:
                 metrics = more.get("metrics", {})
                 held = [more["state"]] if program.carry else []
             losses.append(float(said))
-        if plan.pipeline is not None:
-            params = plan.jax.gathered(params)
-        elif hasattr(plan.jax, "unpadded"):
-            params = plan.jax.unpadded(params)
-        return Trained(losses=losses, arrays=_named(params, *held), metrics=jax.device_get(metrics))
+        arrays = _named(plan.jax.gathered(params), *held)
+        return Trained(losses=losses, arrays=arrays, metrics=jax.device_get(metrics))
 
     def outcome(self, manner: str) -> Outcome:
         word, lowering, optimizer = manner.split("/")
