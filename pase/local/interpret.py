@@ -229,17 +229,17 @@ class _NumpyRun:
 
     def _sent_beside(self, transfer: int) -> list[int]:
         """The transfers that are sent in messages together with this one, itself included."""
-        if transfer not in self._carried:
-            return [transfer]
-        makers = {k: self.program.maker[self.program.transfers[k].tensor] for k in self._carried}
-        return [k for k, op in makers.items() if op.op.loops == makers[transfer].op.loops]
+        return next((ks for ks in self._carried.values() if transfer in ks), [transfer])
 
     @cached_property
-    def _carried(self) -> frozenset[int]:
-        """The transfers of parameters that messages carry."""
-        program = self.program
-        every = {p.transfer for m in program.messages for p in m.chunks}
-        return frozenset(k for k in every if program.transfers[k].src in program.parameters)
+    def _carried(self) -> Mapping[tuple[Scope, ...], list[int]]:
+        """The transfers of parameters that messages carry, by the loops in which their tensors are made."""
+        program, found = self.program, dict[tuple[Scope, ...], list[int]]()
+        for k in {p.transfer for m in program.messages for p in m.chunks}:
+            t = program.transfers[k]
+            if t.src in program.parameters:
+                found.setdefault(program.maker[t.tensor].op.loops, []).append(k)
+        return found
 
     def _sent(self, way: TransferDirection, given: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """The values of transfers after their reshard steps, in messages if there are any. given: before the steps."""

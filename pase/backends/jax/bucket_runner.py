@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.make import one_program_plan
-from pase.backends.jax.steps.delayed import DelayedStepper
+from pase.backends.jax.steps.delayed import DelayedState, DelayedStepper
+from pase.backends.jax.steps.updates import WaitingGradients
 from pase.errors import PaseError
 from pase.frontends.jax.contexts import without_mesh
 from pase.frontends.jax.leaves import combine
@@ -50,6 +51,16 @@ class RunState:
 
     params: Tree
     held: Tree
+
+    @property
+    def opt_state(self) -> Tree:
+        """The optimizer's state alone."""
+        return DelayedState.of(self.held).optimizer
+
+    @property
+    def waiting(self) -> tuple[WaitingGradients, ...]:
+        """The gradients of open updates, the oldest first."""
+        return DelayedState.of(self.held).waiting
 
 
 def step_from_plan(

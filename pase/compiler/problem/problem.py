@@ -181,10 +181,11 @@ class SplitProblem:
                     where="mesh",
                     fix="leave out mesh, or give sizes by these names",
                 )
-        why = [reason for m in every if (reason := why_not(self.graph, m)) is not None]
-        if len(why) == len(every):
-            raise Infeasible(why[0], where="target", fix=to_free(self.graph.fixed.values()))
-        return [m for m in every if why_not(self.graph, m) is None] if why else every
+        kept = [m for m in every if why_not(self.graph, m) is None]
+        if not kept and (found := misfit(self.graph, every[0])) is not None:
+            layout, why = found
+            raise Infeasible(why, where="target", fix=to_free([layout]))
+        return kept
 
     @cached_property
     def pricing(self) -> Summed:

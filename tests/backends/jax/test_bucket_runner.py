@@ -18,7 +18,6 @@ from bench.cases.plans import Case, case_of, reduced  # noqa: E402
 from bench.cases.schedules import link  # noqa: E402
 from pase.api import Plan  # noqa: E402
 from pase.backends.jax.bucket_runner import step_from_plan  # noqa: E402
-from pase.backends.jax.steps.delayed import DelayedState  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
 from pase.local.text import program_from_text, program_text  # noqa: E402
 from pase.local.verify import verify_program  # noqa: E402
@@ -120,7 +119,7 @@ def test_zero_3_moves_what_the_plan_says(mean: bool) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, p)
     alone = step_from_plan(plan, scaled, optimizer, overlap=False)
     start = alone.init(params)
-    text = alone.stepper.lower(start.params, start.held, *data).compile().as_text()
+    text = alone.stepper.lower(start.params, start.opt_state, *data).compile().as_text()
     messages = alone.jax.program.messages
     for kind, way in (("all-gather", "there"), ("reduce-scatter", "back")):
         assert (
@@ -158,11 +157,9 @@ def test_what_is_sent_during_the_next_forward_is_sent_by_the_next_step() -> None
         got, _ = runner.finish(state)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, wanted[0])
         counts = []
-        start = runner.init(params)
-        first = DelayedState(optimizer=start.held)
-        for number, of, held in ((0, start.params, first), (2, before.params, before.held)):
+        for number, given in ((0, runner.init(params)), (2, before)):
             step = runner.stepper.at(number)
-            text = step.lower(of, held.optimizer, held.waiting, *data).compile().as_text()
+            text = step.lower(given.params, given.opt_state, given.waiting, *data).compile().as_text()
             counts.append(len(re.findall(r" (?:reduce-scatter|all-reduce)(?:-start)?\(", text)))
             gathers = [m for m in program.messages if m.way == "there"]
             assert len(re.findall(r" all-gather(?:-start)?\(", text)) == len(gathers)

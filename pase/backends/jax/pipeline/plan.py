@@ -23,6 +23,7 @@ from pase.backends.jax.pipeline.run import RunningStages
 from pase.backends.jax.pipeline.stages import Stage, stages_of
 from pase.backends.jax.plan import Against, JaxPlan
 from pase.backends.jax.spmd.lower import Lowering
+from pase.backends.jax.steps.stepper import host_arrays
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of
 from pase.frontends.jax.contexts import without_mesh
@@ -150,8 +151,8 @@ class JaxPipeline(JaxPlan["JaxMesh", "StagedStep"]):
         import jax
         import numpy as np
 
-        def whole(x: Array | StackCut) -> np.ndarray:
-            return np.concatenate([np.asarray(p) for p in x.parts]) if is_cut(x) else np.asarray(x)
+        def whole(x: Array | StackCut) -> Tree:
+            return np.concatenate(host_arrays(x.parts)) if is_cut(x) else host_arrays(x)
 
         return jax.tree.map(whole, tree, is_leaf=is_cut)
 

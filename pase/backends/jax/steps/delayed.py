@@ -73,10 +73,10 @@ class DelayedState:
     waiting: tuple[WaitingGradients, ...] = ()
     iteration: int = 0
 
-
-def _as_delayed(state: Tree) -> DelayedState:
-    """What a step passes on, or the optimizer's state before the first step."""
-    return state if isinstance(state, DelayedState) else DelayedState(optimizer=state)
+    @classmethod
+    def of(cls, state: Tree) -> DelayedState:
+        """The state that a step passes on. state: this, or the optimizer's state before the first step."""
+        return state if isinstance(state, cls) else cls(optimizer=state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +365,7 @@ class DelayedStepper:
 
     @without_mesh()
     def __call__(self, params: Tree, state: Tree, *batch: Tree) -> Tree:
-        given = _as_delayed(state)
+        given = DelayedState.of(state)
         if _INSTEAD in self._made:
             return self._made[_INSTEAD](params, state, *batch)
         try:
@@ -412,7 +412,7 @@ class DelayedStepper:
         """
         import jax
 
-        given = _as_delayed(state)
+        given = DelayedState.of(state)
         iteration = DelayedIteration(program=self.manual.program, number=int(given.iteration))
         if not iteration.overdue:
             return params, given.optimizer

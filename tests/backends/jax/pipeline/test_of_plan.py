@@ -66,6 +66,17 @@ def test_what_was_placed_comes_back_whole(made: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_key_among_the_parameters_of_stages_comes_back() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])
+        return jnp.mean(h**2) + 0 * jax.random.normal(p["key"], ())
+
+    given = {"w": jnp.ones((4, 8, 8)), "key": jax.random.key(3)}, jnp.ones((16, 8))
+    jp = pase.compile(loss, *given, devices=4, pipeline=2, accumulate=4, baselines=False).jax
+    placed, *_ = jp.device_put(*given)
+    assert jax.random.key_data(jp.gathered(placed)["key"]).tolist() == [0, 3]
+
+
 @pytest.mark.parametrize("made", [in_one_program, in_stages, in_replicas])
 def test_what_was_placed_can_be_placed_with_the_next_batch(made: Any) -> None:
     jp, params, batch = made()
